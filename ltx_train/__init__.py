@@ -1,0 +1,1 @@
+"""The engine: trains LoRAs for the LTX models. Knows nothing of ComfyUI."""

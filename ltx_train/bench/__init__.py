@@ -1,0 +1,1 @@
+"""Benchmarks anyone can rerun, each with its baseline in the same run."""

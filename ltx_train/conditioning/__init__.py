@@ -1,0 +1,1 @@
+"""Conditions that edit a LatentState, for training and sampling alike."""

@@ -1,0 +1,1 @@
+"""From clips to batches; knows no network."""

@@ -1,0 +1,1 @@
+"""Adapters, their files, and tools that edit those files."""

@@ -1,0 +1,1 @@
+"""Fitting a model onto a card: quantisation, block streaming, activations."""

@@ -1,0 +1,1 @@
+"""What the networks are; knows no dataset and no job."""

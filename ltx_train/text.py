@@ -1,0 +1,40 @@
+"""Text between rooms: features of a caption (cached) and the context the transformer reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TextFeatures:
+    """Features of one caption's valid tokens, before the connectors: what the cache stores.
+
+    kind: ``t5`` (LTX-Video), ``v1`` (LTX-2: one tensor for both streams) or ``v2`` (LTX-2.3, 2.5: one each).
+    video: [n, D]: T5 hidden states 4096, V1 features 3840, V2 video features 4096.
+    audio: [n, Da] for ``v2`` (2048), else None (``v1`` uses ``video`` for both streams).
+    """
+
+    kind: str
+    video: Tensor
+    audio: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What cross attention reads, after the connectors.
+
+    video [B, S, D] or None, audio [B, S, Da] or None.
+    mask [B, S] (1 = real token), or None when every token counts (always so behind connectors with registers).
+    """
+
+    video: Tensor | None
+    audio: Tensor | None
+    mask: Tensor | None = None
+
+    def to(self, *args, **kwargs) -> "Context":
+        """The same context moved or cast; the mask keeps its dtype."""
+        move = lambda t: None if t is None else t.to(*args, **kwargs)  # noqa: E731
+        mask = None if self.mask is None else self.mask.to((self.video if self.video is not None else self.audio).device)
+        return Context(move(self.video), move(self.audio), mask if mask is None else mask.to(move(self.video if self.video is not None else self.audio).device))

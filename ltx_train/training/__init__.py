@@ -1,0 +1,1 @@
+"""One training step, its objective, optimizers, snapshots and parallelism."""
