@@ -1,0 +1,233 @@
+"""The jobs: TrainConfig (the official trainer's YAML and ours), PreprocessJob, SampleJob; YAML in and out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from .conditioning.modes import TrainingStrategySection
+from .data.dataset import DataSection
+from .errors import ConfigError, nearest
+from .lora.adapters import LoraSection
+from .memory.settings import AccelerationSection
+from .runs.publish import HubSection, WandbSection
+from .sampling.recipe import ValidationSection
+from .section import Section
+from .training.flow_matching import FlowMatchingSection
+from .training.optim import OptimizationSection
+from .training.parallel import DistributedSection
+from .training.snapshots import CheckpointsSection
+
+
+class ModelSection(Section):
+    """Which files hold the model, and whether a LoRA or the whole model is trained."""
+
+    model_path: str = Field(description="The LTX checkpoint: a unified file or a split transformer file (.safetensors).")
+    text_encoder_path: str | None = Field(None, description="T5 or Gemma: a Hugging Face folder, a packed file, or ComfyUI's single file.")
+    video_vae_path: str | None = Field(None, description="The video VAE file of a split pack.")
+    audio_vae_path: str | None = Field(None, description="The audio VAE (and vocoder) file of a split pack.")
+    tokenizer_path: str | None = Field(None, description="The tokenizer, where the text encoder file holds none (T5).")
+    training_mode: Literal["lora", "full"] = Field("lora", description="Train a LoRA, or all weights of the transformer.")
+    load_checkpoint: str | None = Field(None, description="Start from this LoRA or model file, or from the newest in this folder.")
+
+    @model_validator(mode="after")
+    def _no_urls(self) -> ModelSection:
+        for name in ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path"):
+            value = getattr(self, name)
+            if value and "://" in value:
+                raise ValueError(f"{name} is a URL ({value}); only files on this machine can be used: download it first")
+        return self
+
+    def paths(self) -> list[Path]:
+        """The files given, as paths with ~ expanded, the model first."""
+        given = (self.model_path, self.text_encoder_path, self.video_vae_path, self.audio_vae_path)
+        return [Path(p).expanduser() for p in given if p]
+
+    def open(self):
+        """The :class:`Checkpoint` these files make."""
+        from .models.checkpoint import Checkpoint
+
+        path = lambda p: Path(p).expanduser() if p else None  # noqa: E731
+        return Checkpoint.open(
+            path(self.model_path),
+            text_encoder=path(self.text_encoder_path),
+            video_vae=path(self.video_vae_path),
+            audio_vae=path(self.audio_vae_path),
+            tokenizer=path(self.tokenizer_path),
+        )
+
+
+class Job(Section):
+    """What the three jobs share: a kind, a YAML form, a fingerprint."""
+
+    kind: ClassVar[str]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Any:
+        """Read a job from a YAML file; every fault is one :class:`ConfigError` naming the field and the nearest known one."""
+        path = Path(path)
+        if not path.is_file():
+            raise ConfigError("config.missing", f"There is no config file {path}.", "Give the path of a .yaml file.")
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError("config.yaml", f"{path.name} is not readable YAML.", str(error)) from error
+        if not isinstance(data, dict):
+            raise ConfigError("config.yaml", f"{path.name} holds no mapping of sections.", "The first level are names such as model:, data:.")
+        return cls.parse(data)
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Any:
+        """The job of a plain mapping, with faults as :class:`ConfigError`."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error, cls) from error
+
+    def to_yaml(self) -> str:
+        """YAML that :meth:`load` reads back to an equal job."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def save(self, path: str | Path) -> None:
+        """Write the YAML at once or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(self.to_yaml(), encoding="utf-8")
+        temporary.replace(path)
+
+    def fingerprint(self) -> str:
+        """16 hex digits over all fields."""
+        return digest(self.model_dump(mode="json"))
+
+
+class TrainConfig(Job):
+    """A training job: the official ``LtxTrainerConfig`` with our additions."""
+
+    kind: ClassVar[str] = "train"
+
+    model: ModelSection
+    lora: LoraSection | None = Field(None, description="The adapter; required when model.training_mode is lora.")
+    training_strategy: TrainingStrategySection = Field(default_factory=lambda: TrainingStrategySection.model_validate({}))
+    optimization: OptimizationSection = OptimizationSection()
+    acceleration: AccelerationSection = AccelerationSection()
+    data: DataSection
+    validation: ValidationSection = ValidationSection()
+    checkpoints: CheckpointsSection = CheckpointsSection()
+    hub: HubSection = HubSection()
+    flow_matching: FlowMatchingSection = FlowMatchingSection()
+    wandb: WandbSection = WandbSection()
+    distributed: DistributedSection = DistributedSection()
+    seed: int = Field(42, description="Seed of noise, sigmas, data order and adapter initialisation.")
+    output_dir: str = Field("outputs", description="Folder of the run: its config, checkpoints, samples and logs.")
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> TrainConfig:
+        if self.model.training_mode == "lora" and self.lora is None:
+            raise ValueError("lora: the section is required when model.training_mode is lora")
+        if self.model.training_mode == "full" and self.acceleration.quantization:
+            raise ValueError("acceleration.quantization: a quantised base cannot be fully fine-tuned; remove it or train a LoRA")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that make two runs the same training (DESIGN: identity of a run)."""
+        data = self.model_dump(mode="json")
+        optimization = data["optimization"]
+        return {
+            "model": {k: v for k, v in data["model"].items() if k != "load_checkpoint"},
+            "warm_start": data["model"]["load_checkpoint"],
+            "data": {k: v for k, v in data["data"].items() if k not in DataSection.free_fields()},
+            "training_strategy": data["training_strategy"],
+            "lora": data["lora"],
+            "flow_matching": data["flow_matching"],
+            "optimization": {k: v for k, v in optimization.items() if k not in ("steps", "enable_gradient_checkpointing")},
+            "quantization": data["acceleration"]["quantization"],
+            "seed": self.seed,
+        }
+
+    def extendable(self) -> dict[str, Any]:
+        """Fields that may grow: the number of steps (the schedule is then laid over the new total)."""
+        return {"steps": self.optimization.steps}
+
+
+class PreprocessJob(Job):
+    """Encode a dataset and prompts into a cache, without training."""
+
+    kind: ClassVar[str] = "preprocess"
+
+    model: ModelSection
+    data: DataSection
+    training_strategy: TrainingStrategySection | None = Field(None, description="The mode the cache is for; None caches every stream.")
+    acceleration: AccelerationSection = AccelerationSection()
+    prompts: list[str] = Field(default_factory=list, description="Further texts to encode, such as validation prompts.")
+    with_audio: bool = Field(True, description="Encode sound where clips have it and the family knows sound.")
+    overwrite: bool = Field(False, description="Encode again what is cached already.")
+    seed: int = 42
+    output_dir: str = Field("outputs/preprocess", description="Folder of this job's status and log.")
+
+
+class SampleJob(Job):
+    """Make clips from prompts with a checkpoint and LoRAs, without training."""
+
+    kind: ClassVar[str] = "sample"
+
+    model: ModelSection
+    loras: list[LoraUse] = Field(default_factory=list, description="LoRA files with their strengths.")
+    validation: ValidationSection = ValidationSection()
+    acceleration: AccelerationSection = AccelerationSection()
+    seed: int = 42
+    output_dir: str = Field("outputs/sample", description="Folder that receives samples/.")
+
+
+class LoraUse(Section):
+    """A LoRA file applied at a strength."""
+
+    path: str
+    strength: float = Field(1.0, ge=-10, le=10)
+
+
+SampleJob.model_rebuild()
+
+JOBS: dict[str, type[Job]] = {cls.kind: cls for cls in (TrainConfig, PreprocessJob, SampleJob)}
+
+
+def digest(value: Any, length: int = 16) -> str:
+    """Hex digits of the SHA-256 over a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:length]
+
+
+def known_fields(model: type[Section], prefix: str = "") -> list[str]:
+    """Dotted paths of all fields below a section class."""
+    from typing import get_args
+
+    paths: list[str] = []
+    for name, info in model.model_fields.items():
+        paths.append(prefix + name)
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                paths += known_fields(kind, f"{prefix}{name}.")
+    return paths
+
+
+def explain(error: ValidationError, model: type[Section]) -> ConfigError:
+    """One :class:`ConfigError` for pydantic's faults: the first in the message, all in the hint."""
+    known = known_fields(model)
+    lines = []
+    for fault in error.errors():
+        path = ".".join(str(p) for p in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = nearest(path, known) or [k for k in known if k.rsplit(".", 1)[-1] in nearest(path.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])]
+            lines.append(f"{path}: there is no such field" + (f"; nearest: {', '.join(near[:3])}" if near else ""))
+        elif fault["type"] == "missing":
+            lines.append(f"{path}: required and missing")
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            shown = "" if isinstance(fault["input"], (dict, list)) or not path else f" (got {fault['input']!r})"
+            lines.append((f"{path}: {message}" if path else message) + shown)
+    head = lines[0] if len(lines[0]) < 118 else lines[0][:115] + "..."
+    return ConfigError("config.invalid", head, "\n".join(lines) if len(lines) > 1 or head != lines[0] else "")
