@@ -1,0 +1,201 @@
+"""One safetensors file: its header, its tensors read one at a time, its fingerprint, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, nearest
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+_HEADER_LIMIT = 200_000_000
+_SAMPLE = 65536
+_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a tensor, known without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Span:
+    info: TensorInfo
+    begin: int  # absolute byte offsets in the file
+    end: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """The header of one file; tensors are read from disk one by one, no handle stays open."""
+
+    path: Path
+    metadata: dict[str, str]
+    spans: dict[str, _Span] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SafetensorsFile":
+        """Read and check the header. Raises CheckpointError for anything that is not a whole safetensors file."""
+        path = checked_path(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(512)
+            length = _header_length(path, start, size)
+            file.seek(8)
+            raw = file.read(length)
+        try:
+            header = json.loads(raw)
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            header = None
+        if not isinstance(header, dict):
+            raise CheckpointError("checkpoint.not_safetensors", f"{path.name} is not a safetensors file: its header is not readable.", _AGAIN)
+        metadata = header.pop("__metadata__", None) or {}
+        spans: dict[str, _Span] = {}
+        base = 8 + length
+        for name, entry in header.items():
+            dtype = DTYPES.get(entry["dtype"])
+            if dtype is None:
+                raise CheckpointError(
+                    "checkpoint.dtype", f"{path.name} stores {name} as {entry['dtype']}, which is not supported.", f"Known types: {', '.join(DTYPES)}."
+                )
+            begin, end = entry["data_offsets"]
+            spans[name] = _Span(TensorInfo(tuple(entry["shape"]), dtype), base + begin, base + end)
+        whole = max((s.end for s in spans.values()), default=base)
+        if whole > size:
+            raise CheckpointError(
+                "checkpoint.truncated", f"{path.name} is cut short: {size:,} bytes of {whole:,}.", "The download or copy did not finish. " + _AGAIN
+            )
+        return cls(path, dict(metadata), spans)
+
+    def read(self, name: str) -> Tensor:
+        """The stored tensor as it is, on the CPU."""
+        span = self.spans[name]
+        count = span.end - span.begin
+        if count == 0:
+            return torch.empty(span.info.shape, dtype=span.info.dtype)
+        raw = torch.empty(count, dtype=torch.uint8)
+        with self.path.open("rb") as file:
+            file.seek(span.begin)
+            got = file.readinto(memoryview(raw.numpy()))
+        if got != count:
+            raise CheckpointError("checkpoint.truncated", f"{self.path.name} ends inside the tensor {name}.", "The file changed on disk. " + _AGAIN)
+        return raw.view(span.info.dtype).reshape(span.info.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.end - s.begin for s in self.spans.values())
+
+
+_AGAIN = "Download the file again, whole."
+
+
+def checked_path(path: str | Path) -> Path:
+    """An existing path, or a CheckpointError: a URL and a missing file each say so."""
+    text = str(path)
+    if re.match(r"^[A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^/\\]", text):
+        raise CheckpointError(
+            "checkpoint.url", f"A model path must be a file on this machine, not a web address: {_short(text)}",
+            "Download the file first, then give its path. Nothing is downloaded on its own.",
+        )  # fmt: skip
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    near: list[str] = []
+    if path.parent.is_dir():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()])
+    hint = f"Nearest in that folder: {', '.join(near)}." if near else ("The folder exists, the file does not." if path.parent.is_dir() else "The folder does not exist either.")
+    raise CheckpointError("checkpoint.missing_file", f"Model file not found: {_short(text)}", f"{text}\n{hint}")
+
+
+def _short(text: str, limit: int = 70) -> str:
+    return text if len(text) <= limit else "..." + text[-limit:]
+
+
+def _header_length(path: Path, start: bytes, size: int) -> int:
+    """Length of the JSON header, after refusing what is not a safetensors file at all."""
+    name = path.name
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            "checkpoint.lfs_pointer", f"{name} is a Git LFS pointer of {size} bytes, not the model itself.",
+            "Run `git lfs pull` in that repository, or download the file from its web page.",
+        )  # fmt: skip
+    if start.startswith(b"GGUF"):
+        raise CheckpointError("checkpoint.gguf", f"{name} is a GGUF file, which cannot be trained on.", "Get the BF16 .safetensors file of the same model.")
+    if start.startswith(b"PK\x03\x04") or start.startswith(b"\x80\x02"):
+        raise CheckpointError("checkpoint.not_safetensors", f"{name} is a pickled .pt/.ckpt file, not safetensors.", "Get the .safetensors file; pickles can run code and are not read.")
+    if start.lstrip()[:1] == b"<":
+        raise CheckpointError("checkpoint.not_safetensors", f"{name} is a web page, not a model file.", "The download saved an error or login page. " + _AGAIN)
+    if len(start) < 9:
+        raise CheckpointError("checkpoint.truncated" if size else "checkpoint.empty", f"{name} holds {size} bytes: it is no model file.", _AGAIN)
+    (length,) = struct.unpack("<Q", start[:8])
+    if start[8:9] != b"{" or length > _HEADER_LIMIT:
+        raise CheckpointError("checkpoint.not_safetensors", f"{name} is not a safetensors file.", "Model files end in .safetensors. " + _AGAIN)
+    if length + 8 > size:
+        raise CheckpointError("checkpoint.truncated", f"{name} is cut short inside its header: {size:,} bytes.", "The download or copy did not finish. " + _AGAIN)
+    return int(length)
+
+
+def file_fingerprint(path: str | Path, store: Path | None = None) -> str:
+    """16 hex digits of a big file's identity: its header, its size and sampled blocks.
+
+    Remembered by (path, size, mtime_ns) for the process, and in the JSON file ``store`` when given.
+    """
+    path = Path(path).resolve()
+    stat = path.stat()
+    if store is None:
+        return _sampled_digest(str(path), stat.st_size, stat.st_mtime_ns)
+    known = _read_store(store)
+    label = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
+    if label not in known:
+        known[label] = _sampled_digest(str(path), stat.st_size, stat.st_mtime_ns)
+        store.parent.mkdir(parents=True, exist_ok=True)
+        temp = store.with_suffix(store.suffix + ".tmp")
+        temp.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        temp.replace(store)
+    return known[label]
+
+
+def _read_store(store: Path | None) -> dict[str, str]:
+    if store is None or not store.exists():
+        return {}
+    try:
+        known = json.loads(store.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return {}  # a damaged cache costs a second of reading, nothing else
+    return known if isinstance(known, dict) else {}
+
+
+@lru_cache(maxsize=256)
+def _sampled_digest(path: str, size: int, mtime_ns: int) -> str:
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        head = min(length, _HEADER_LIMIT, max(0, size - 8))
+        digest.update(start + file.read(head))
+        body = size - 8 - head
+        if body <= _SAMPLE * _SAMPLES:
+            digest.update(file.read())
+        else:
+            for index in range(_SAMPLES):
+                file.seek(8 + head + (body - _SAMPLE) * index // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:16]
