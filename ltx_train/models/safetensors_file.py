@@ -52,7 +52,7 @@ class SafetensorsFile:
     spans: dict[str, _Span] = field(repr=False)
 
     @classmethod
-    def open(cls, path: str | Path) -> "SafetensorsFile":
+    def open(cls, path: str | Path) -> SafetensorsFile:
         """Read and check the header. Raises CheckpointError for anything that is not a whole safetensors file."""
         path = checked_path(path)
         size = path.stat().st_size
@@ -98,6 +98,13 @@ class SafetensorsFile:
         if got != count:
             raise CheckpointError("checkpoint.truncated", f"{self.path.name} ends inside the tensor {name}.", "The file changed on disk. " + _AGAIN)
         return raw.view(span.info.dtype).reshape(span.info.shape)
+
+    def peek(self, name: str, count: int) -> bytes:
+        """The first ``count`` bytes of a tensor."""
+        span = self.spans[name]
+        with self.path.open("rb") as file:
+            file.seek(span.begin)
+            return file.read(min(count, span.end - span.begin))
 
     @property
     def nbytes(self) -> int:

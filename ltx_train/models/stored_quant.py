@@ -34,7 +34,7 @@ class StoredQuant:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
-    def to(self, device: torch.device | str) -> "StoredQuant":
+    def to(self, device: torch.device | str) -> StoredQuant:
         return StoredQuant(self.format, self.shape, {k: t.to(device) for k, t in self.tensors.items()}, self.options)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -108,14 +109,20 @@ class WeightSource:
     names: Mapping[str, str] = field(repr=False)
 
     @classmethod
-    def open(cls, *paths: str | Path | SafetensorsFile) -> "WeightSource":
+    def open(cls, *paths: str | Path | SafetensorsFile) -> WeightSource:
         """All tensors of one file, or of the shards of one model."""
         return cls.of_files([p if isinstance(p, SafetensorsFile) else SafetensorsFile.open(p) for p in paths])
 
     @classmethod
-    def of_files(cls, files: Iterable[SafetensorsFile]) -> "WeightSource":
+    def of_files(cls, files: Iterable[SafetensorsFile]) -> WeightSource:
         store = _Store(files)
         return cls(store, {n: n for n in store.where if n not in store.helpers})
+
+    @classmethod
+    def of_part(cls, files: Iterable[SafetensorsFile], names: Mapping[str, str]) -> WeightSource:
+        """Some tensors of ``files`` under their logical names (logical -> stored)."""
+        store = _Store(files)
+        return cls(store, {n: s for n, s in names.items() if s not in store.helpers})
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -176,12 +183,12 @@ class WeightSource:
             raise CheckpointError("checkpoint.quant_format", f"{file} lacks {absent[0]} of {layer[-60:]}.", "The file is damaged: get it again, or the bf16 file.")
         return StoredQuant(kind, logical_shape(kind, tuple(tensors["weight"].shape)), tensors, layer_options(self.store.conf(stored) or {}))
 
-    def subset(self, prefix: str, *, keep: bool = False) -> "WeightSource":
+    def subset(self, prefix: str, *, keep: bool = False) -> WeightSource:
         """The tensors under ``prefix``, which is taken off unless ``keep``."""
         cut = 0 if keep else len(prefix)
         return WeightSource(self.store, {n[cut:]: s for n, s in self.names.items() if n.startswith(prefix)})
 
-    def renamed(self, rename: Rename) -> "WeightSource":
+    def renamed(self, rename: Rename) -> WeightSource:
         """The same tensors under other names: a mapping (others stay), or a function (None drops the tensor)."""
         names: dict[str, str] = {}
         for name, stored in self.names.items():
@@ -190,6 +197,18 @@ class WeightSource:
                 assert new not in names, f"two tensors renamed to {new}"
                 names[new] = stored
         return WeightSource(self.store, names)
+
+    def sampled_digest(self, block: int, samples: int = 24) -> str:
+        """Hex digest of names, shapes, dtypes, and the first ``block`` bytes of ``samples`` tensors spread over the source."""
+        digest = hashlib.sha256()
+        names = sorted(self.names)
+        for name in names:
+            info = self.store.info(self.names[name])
+            digest.update(f"{name}{list(info.shape)}{info.dtype}\n".encode())
+        picked = sorted({len(names) * i // samples for i in range(samples)} & set(range(len(names))))
+        for index in picked:
+            digest.update(self.store.where[self.names[names[index]]].peek(self.names[names[index]], block))
+        return digest.hexdigest()
 
     def _stored(self, name: str) -> str:
         stored = self.names.get(name)

@@ -1,0 +1,347 @@
+"""Checkpoint: which files and prefixes hold which component of one model, and which file would supply what is missing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..geometry import AudioGrid, VideoFactors
+from .checkpoint_parts import COMPONENTS, Part, find_parts, open_files
+from .families import FAMILIES, Family, TransformerConfig, detect_family, known_config, parse_config, transformer_config
+from .safetensors_file import SafetensorsFile, checked_path
+from .text_files import check_text_encoder, find_tokenizer, text_encoder_folder
+from .weights import WeightSource
+
+_BLOCK = 16384
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of a model: where its tensors are and what kind it is (kinds: see checkpoint_parts.Part)."""
+
+    name: str
+    source: WeightSource = field(repr=False)
+    kind: str = ""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.source.paths
+
+    @cached_property
+    def quantisation(self) -> dict[str, int]:
+        """Quantisation format -> number of weights stored in it; {} for a plain component."""
+        counts: dict[str, int] = {}
+        for name in self.source.keys():
+            kind = self.source.format(name)
+            if kind is not None:
+                counts[kind] = counts.get(kind, 0) + 1
+        return counts
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model of a family, opened but not loaded.
+
+    Component sources carry bare names: transformer without ``model.diffusion_model.``; connectors as
+    ``video_embeddings_connector...``; text_projection as ``aggregate_embed...`` or ``video_aggregate_embed...``;
+    video_vae and audio_vae as ``encoder. decoder. per_channel_statistics.``; vocoder without its first ``vocoder.``;
+    text_encoder as stored. ``config`` has the sections of the metadata (transformer, vae, audio_vae, vocoder),
+    each from the file that holds that component, or from the family's row when that file has none.
+    """
+
+    family: Family
+    config: dict[str, Any] = field(repr=False)
+    transformer: TransformerConfig | None
+    components: dict[str, Component]
+    metadata: dict[str, str] = field(repr=False)
+    tokenizer_path: Path | None = None
+
+    @classmethod
+    def open(
+        cls,
+        *paths: str | Path,
+        text_encoder: str | Path | None = None,
+        video_vae: str | Path | None = None,
+        audio_vae: str | Path | None = None,
+        tokenizer: str | Path | None = None,
+    ) -> Checkpoint:
+        """Open a unified file, or the files of a split pack, in any order; nothing is loaded.
+
+        text_encoder: a file or a Hugging Face folder. video_vae, audio_vae: files that replace those of ``paths``.
+        Raises CheckpointError for files that are missing, damaged, no LTX models, or of different families.
+        """
+        parts = _gather(paths, text_encoder=text_encoder, video_vae=video_vae, audio_vae=audio_vae)
+        family = _family(parts)
+        _check_mix(family, parts)
+        config = _config(family, parts)
+        components = {p.component: Component(p.component, WeightSource.of_part(p.files, p.names), p.kind) for p in parts.values()}
+        found = parts.get("transformer")
+        shapes = {b: f.spans[n].info.shape for f in found.files for b, n in found.names.items() if n in f.spans} if found else {}
+        transformer = transformer_config(family, _logical(components["transformer"], shapes), config["transformer"]) if found else None
+        if "text_encoder" in parts:
+            check_text_encoder(family, parts, components)
+        metadata = {k: v for p in reversed(_by_rank(parts)) for f in p.files for k, v in f.metadata.items()}
+        place = find_tokenizer(tokenizer, components.get("text_encoder"))
+        return cls(family, config, transformer, components, metadata, place)
+
+    def has(self, component: str) -> bool:
+        assert component in COMPONENTS, component
+        return component in self.components
+
+    def source(self, component: str) -> WeightSource:
+        """The tensors of a component. Raises CheckpointError naming the file that would supply it."""
+        if not self.has(component):
+            wanted = self.family.supplies.get(component)
+            if wanted is None:
+                raise CheckpointError("checkpoint.no_component", f"{self.family.title} has no {component.replace('_', ' ')}.", "This family makes video only.")
+            raise CheckpointError("checkpoint.missing_component", f"The {component.replace('_', ' ')} of {self.family.title} is missing.", f"Give {wanted}.")
+        return self.components[component].source
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Components of the family that no file supplies -> the file that would."""
+        return {c: self.family.supplies[c] for c in self.family.components if c not in self.components}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(p for c in self.components.values() for p in c.files))
+
+    @property
+    def model_version(self) -> str | None:
+        """``model_version`` as the file says it, such as 2.3.0; None for LTX-2 and LTX-Video."""
+        return self.metadata.get("model_version")
+
+    @property
+    def distilled(self) -> bool:
+        """Whether this is a distilled model: its config lists inference steps, or its file name says so."""
+        if parse_config(self.metadata).get("allowed_inference_steps"):
+            return True
+        main = self.components.get("transformer")
+        return any("distilled" in p.name.lower() for p in (main.files if main else ()))
+
+    @property
+    def video_factors(self) -> VideoFactors:
+        """Pixels per latent cell (time, height, width), counted from the VAE's blocks."""
+        time, space = vae_factors(self.config.get("vae") or {})
+        return VideoFactors(time, space, space, self.transformer.causal_positions if self.transformer else True)
+
+    @property
+    def audio_grid(self) -> AudioGrid:
+        """The layout of audio latents, with one step; the default layout for families without audio."""
+        return audio_layout(self.config.get("audio_vae") or {})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the transformer, or of all components when there is none."""
+        if "transformer" in self.components:
+            return self.fingerprint_of("transformer")
+        return _digest(self.family.name, *(self.fingerprint_of(c) for c in COMPONENTS if c in self.components))
+
+    def fingerprint_of(self, component: str) -> str:
+        """16 hex digits of one component: names, shapes, config, sampled blocks of its tensors.
+
+        The same for a unified file and a split pack of the same weights; remembered for the process.
+        """
+        source = self.source(component)
+        stats = tuple((str(p), (s := p.stat()).st_size, s.st_mtime_ns) for p in source.paths)
+        memory = source.store.__dict__.setdefault("fingerprints", {})
+        key = (component, stats, str(self.tokenizer_path))
+        if key not in memory:
+            memory[key] = self._fingerprint(component, source)
+        return memory[key]
+
+    def _fingerprint(self, component: str, source: WeightSource) -> str:
+        section = {"transformer": "transformer", "connectors": "transformer", "video_vae": "vae"}.get(component, component)
+        extra = [repr(sorted((self.config.get(section) or {}).items()))]
+        if component == "text_encoder" and self.tokenizer_path is not None:
+            extra += _tokenizer_digests(self.tokenizer_path)
+        return _digest(component, *extra, source.sampled_digest(_BLOCK))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _tokenizer_digests(place: Path) -> list[str]:
+    files = sorted(p for p in (place.iterdir() if place.is_dir() else [place]) if p.name.startswith(("tokenizer", "spiece", "special_tokens")))
+    return [hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()]
+
+
+def _gather(paths: tuple[str | Path, ...], **given: str | Path | None) -> dict[str, Part]:
+    """Component -> the part that supplies it; explicit files win over those of ``paths``."""
+    if not paths and not any(given.values()):
+        raise CheckpointError("checkpoint.missing_file", "No model file was given.", "Give the LTX checkpoint (.safetensors).")
+    parts: dict[str, Part] = {}
+    for path in paths:
+        for part in find_parts(_model_files(path)):
+            other = parts.get(part.component)
+            if other is not None:
+                names = f"{other.files[0].path.name} and {part.files[0].path.name}"
+                raise CheckpointError("checkpoint.duplicate", f"Two files hold the {part.component.replace('_', ' ')}: {names[:60]}.", f"{names}: give one of them.")
+            parts[part.component] = part
+    if set(parts) == {"text_encoder"} and not any(given.values()):
+        raise _is_text_encoder(parts["text_encoder"])
+    for role, path in given.items():
+        if path is None:
+            continue
+        files = open_files(text_encoder_folder(path)) if role == "text_encoder" else _model_files(path)
+        parts.update(_role_parts(role, find_parts(files)))
+    if not (set(parts) - {"text_encoder", "text_projection"}) and "text_encoder" in parts and paths:
+        raise _is_text_encoder(parts["text_encoder"])
+    return parts
+
+
+def _is_text_encoder(part: Part) -> CheckpointError:
+    return CheckpointError(
+        "checkpoint.is_text_encoder", f"{part.files[0].path.name} is a text encoder, not an LTX model.", "Give it as the text encoder, and the LTX checkpoint as the model."
+    )
+
+
+def _model_files(path: str | Path) -> list[SafetensorsFile]:
+    place = checked_path(path)
+    if place.is_dir():
+        names = ", ".join(sorted(p.name for p in place.glob("*.safetensors"))[:5]) or "none"
+        raise CheckpointError("checkpoint.is_folder", f"{place.name} is a folder; a model is one .safetensors file.", f"Model files in it: {names}.")
+    return [SafetensorsFile.open(place)]
+
+
+def _role_parts(role: str, found: list[Part]) -> dict[str, Part]:
+    """The parts a file given for a role supplies; refuses a file that does not hold that role."""
+    mine = {p.component: p for p in found}
+    if role not in mine:
+        name = found[0].files[0].path.name
+        what = ", ".join(c.replace("_", " ") for c in mine)
+        code = "checkpoint.is_model" if role == "text_encoder" and "transformer" in mine else "checkpoint.wrong_file"
+        raise CheckpointError(code, f"{name} holds no {role.replace('_', ' ')}.", f"It holds: {what}. Give the file of the {role.replace('_', ' ')}.")
+    along = {"text_encoder": ("text_encoder", "text_projection"), "audio_vae": ("audio_vae", "vocoder")}.get(role, (role,))
+    return {c: mine[c] for c in along if c in mine}
+
+
+def _family(parts: Mapping[str, Part]) -> Family:
+    """The family: by the transformer, else by what the other components can tell."""
+    if "transformer" in parts:
+        part = parts["transformer"]
+        return detect_family({b: f.spans[n].info.shape for f in part.files for b, n in part.names.items() if n in f.spans})
+    hint = _version_family(parts)
+    if hint is not None:
+        return hint
+    kind = parts["video_vae"].kind if "video_vae" in parts else None
+    text = parts["text_encoder"].kind if "text_encoder" in parts else None
+    by_vae = {"0.9.0": "ltxv-2b", "0.9.1": "ltxv-2b", "0.9.5": "ltxv-2b", "conv7": "ltx2", "conv9": "ltx2.3", "diffusion": "ltx2.5"}
+    if kind is not None:
+        return FAMILIES["ltx2.5" if kind == "conv9" and text == "gemma4" else by_vae[kind]]
+    if "text_projection" in parts:
+        return FAMILIES["ltx2" if parts["text_projection"].kind == "v1" else "ltx2.5" if text == "gemma4" else "ltx2.3"]
+    if "vocoder" in parts:
+        return FAMILIES["ltx2" if parts["vocoder"].kind == "plain" else "ltx2.3"]
+    return FAMILIES[{"t5": "ltxv-2b", "gemma4": "ltx2.5"}.get(text or "", "ltx2.3")]
+
+
+def _version_family(parts: Mapping[str, Part]) -> Family | None:
+    for part in _by_rank(parts):
+        version = next((f.metadata["model_version"] for f in part.files if "model_version" in f.metadata), "")
+        for name in ("2.5", "2.3"):
+            if version.startswith(name):
+                return FAMILIES[f"ltx{name}"]
+    return None
+
+
+_VAES = {
+    "ltxv-2b": ("0.9.0", "0.9.1", "0.9.5"), "ltxv-13b": ("0.9.5",), "ltx2": ("conv7",), "ltx2.3": ("conv9",), "ltx2.5": ("conv9", "diffusion"),
+}  # fmt: skip
+
+
+def _check_mix(family: Family, parts: Mapping[str, Part]) -> None:
+    """Refuse components of another family in split files."""
+    vocoder = ("plain",) if family.name == "ltx2" else ("bwe",) if family.audio else ()
+    allowed = {"video_vae": _VAES[family.name], "vocoder": vocoder, "text_projection": (family.feature_kind,) if family.audio else ()}
+    for component, kinds in allowed.items():
+        part = parts.get(component)
+        if part is not None and part.kind not in kinds:
+            raise _mixed(family, part, component)
+    for component in ("audio_vae", "connectors"):
+        if component in parts and not family.audio:
+            raise _mixed(family, parts[component], component)
+    for part in parts.values():
+        version = next((f.metadata["model_version"] for f in part.files if "model_version" in f.metadata), None)
+        other = version and next((n for n in ("2.3", "2.5") if version.startswith(n)), None)
+        if other and f"ltx{other}" != family.name and part.component != "transformer" and part.component != "text_encoder":
+            raise _mixed(family, part, part.component)
+
+
+def _mixed(family: Family, part: Part, component: str) -> CheckpointError:
+    what = component.replace("_", " ")
+    wanted = family.supplies.get(component, "no such file: this family makes video only")
+    return CheckpointError("checkpoint.mixed", f"{part.files[0].path.name}: its {what} is not of {family.title}.", f"All files must be of one family. Wanted: {wanted}.")
+
+
+def _config(family: Family, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Config sections, each from the file that holds its component, else from the family's known config."""
+    kind = parts["video_vae"].kind if "video_vae" in parts else ""
+    known = known_config(f"ltxv-2b-{kind}") if family.name == "ltxv-2b" and kind in ("0.9.0", "0.9.1") else family.config
+    diffusion = known.pop("vae_diffusion", None)
+    if kind == "diffusion" and diffusion is not None:
+        known["vae"] = diffusion
+    merged = dict(known)
+    for component, section in (("transformer", "transformer"), ("connectors", "transformer"), ("video_vae", "vae"), ("audio_vae", "audio_vae"), ("vocoder", "vocoder")):
+        if component not in parts or (component == "connectors" and "transformer" in parts):
+            continue
+        said = next((c[section] for f in parts[component].files if isinstance((c := parse_config(f.metadata)).get(section), dict)), None)
+        if said is not None:
+            merged[section] = said
+    return merged
+
+
+def _logical(component: Component, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Stored shapes with the few that :func:`transformer_config` reads made logical (nvfp4 packs two values in a byte)."""
+    wanted = [n for n in shapes if n in component.source and n.startswith("transformer_blocks.0.") and n.endswith("weight")]
+    return {**shapes, **{n: component.source.info(n).shape for n in wanted}}
+
+
+def _by_rank(parts: Mapping[str, Part]) -> list[Part]:
+    return [parts[c] for c in COMPONENTS if c in parts]
+
+
+def vae_factors(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(time, space) factors of a ``config.vae``: compress_* blocks of the encoder, times the patch size.
+
+    Flat (encoder_blocks, or blocks in 0.9.0) or nested (encoder.blocks, 2.5) configs; (8, 32) when it lists no blocks.
+    """
+    nested = config.get("encoder") if isinstance(config.get("encoder"), Mapping) else {}
+    blocks = nested.get("blocks") or config.get("encoder_blocks") or config.get("blocks")
+    if not blocks:
+        return 8, 32
+    names = [str(b[0]) for b in blocks]
+    both = sum(n.startswith("compress_all") for n in names)
+    time = 2 ** (both + sum(n.startswith("compress_time") for n in names))
+    space = 2 ** (both + sum(n.startswith("compress_space") for n in names))
+    return time, space * int(nested.get("patch_size") or config.get("patch_size") or 4)
+
+
+def audio_layout(config: Mapping[str, Any]) -> AudioGrid:
+    """Audio latents of a ``config.audio_vae``: channels, bins, and how many mel frames one step covers."""
+    params = (config.get("model") or {}).get("params") or {}
+    dd = params.get("ddconfig") or {}
+    pre = config.get("preprocessing") or {}
+    if not dd:
+        return AudioGrid(1)
+    factor = 2 ** (len(dd.get("ch_mult", (1, 2, 4))) - 1)
+    mels = int((pre.get("mel") or {}).get("n_mel_channels") or dd.get("mel_bins") or 64)
+    hop = int((pre.get("stft") or {}).get("hop_length") or 160)
+    return AudioGrid(1, int(dd.get("z_channels", 8)), mels // factor, factor, hop, int(params.get("sampling_rate", 16000)))
+
+
+def float_dtype(source: WeightSource) -> torch.dtype:
+    """The commonest floating dtype of a component's tensors, as ``get`` gives them."""
+    counts: dict[torch.dtype, int] = {}
+    for name in source.keys():
+        kind = source.info(name).dtype
+        counts[kind] = counts.get(kind, 0) + 1
+    return max((k for k in counts if k.is_floating_point), key=counts.__getitem__, default=torch.bfloat16)
