@@ -1,0 +1,279 @@
+"""Adapters: which modules are touched, start values, and the same numbers as peft."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from ltx_train.errors import ConfigError
+from ltx_train.lora.adapters import LoraSection, attach, module_seed
+from ltx_train.lora.targets import TARGET_GROUPS, matches, stream_of
+from ltx_train.models.linear import Linear
+
+ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 12, inner: int = 8) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (Linear(width, inner) for _ in range(3))
+        self.to_gate_logits = Linear(width, 2)
+        self.to_out = nn.ModuleList([Linear(inner, width), nn.Identity()])
+
+    def forward(self, x):
+        return self.to_out[0](torch.tanh(self.to_q(x)) * self.to_k(x) + self.to_v(x))
+
+
+class Activation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = Linear(12, 24)
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([Activation(), nn.Identity(), Linear(24, 12)])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ATTENTIONS:
+            setattr(self, name, Attention())
+        self.ff, self.audio_ff = Feed(), Feed()
+
+    def forward(self, x):
+        return x + self.audio_to_video_attn(self.attn2(self.attn1(x)))
+
+
+class Net(nn.Module):
+    """A stand-in with the names of the audio-video transformer."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.patchify_proj, self.audio_patchify_proj = Linear(12, 12), Linear(12, 12)
+        self.transformer_blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.proj_out = Linear(12, 12)
+
+    def forward(self, x):
+        x = self.patchify_proj(x)
+        for block in self.transformer_blocks:
+            x = block(x)
+        return self.proj_out(x)
+
+
+def net(seed: int = 0, blocks: int = 2) -> Net:
+    torch.manual_seed(seed)
+    return Net(blocks)
+
+
+def test_official_defaults():
+    section = LoraSection()
+    assert (section.rank, section.alpha, section.dropout, section.target_modules) == (64, 64, 0.0, ["to_k", "to_q", "to_v", "to_out.0"])
+    adapters = attach(net(), LoraSection(rank=4), seed=0)
+    assert len(adapters.names) == 2 * 6 * 4
+    assert not any("gate" in n or "ff" in n or "proj" in n for n in adapters.names)
+
+
+@pytest.mark.parametrize("pattern", ["to_q", "attn1.to_q", "attn2.to_out.0", "transformer_blocks.0.ff.net.2", "net.0.proj", "proj"])
+def test_matching_rule_is_pefts(pattern):
+    model = net()
+    ours = attach(net(), LoraSection(rank=2, target_modules=[pattern]), seed=0).names
+    theirs = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=[pattern]), model)
+    assert ours == [n for n, m in theirs.named_modules() if isinstance(m, peft.tuners.lora.Linear)]
+
+
+def test_groups():
+    names = attach(net(1, 1), LoraSection(rank=2, target_modules=["re:.*"]), seed=0).names
+    count = {group: sum(matches(n, group) for n in names) for group in TARGET_GROUPS}
+    assert count == {
+        "attention": 24, "ff": 4, "text": 8, "self_attention": 8, "video": 10, "video_attention": 8, "video_ff": 2,
+        "audio": 10, "audio_attention": 8, "audio_ff": 2, "cross_modal": 8, "gates": 6,
+    }  # fmt: skip
+    assert all(stream_of(n) == "video" for n in names if matches(n, "video"))
+    assert all(stream_of(n) == "audio" for n in names if matches(n, "audio"))
+    assert all(stream_of(n) == "cross" for n in names if matches(n, "cross_modal"))
+
+
+@pytest.mark.parametrize(("streams", "kinds"), [(["video"], {"video"}), (["audio"], {"audio"}), (["video", "audio"], {"video", "audio", "cross"})])
+def test_absent_stream_is_never_adapted(streams, kinds):
+    adapters = attach(net(), LoraSection(rank=2, target_modules=["re:.*"]), seed=0, streams=streams)
+    assert {stream_of(n) for n in adapters.names} == kinds
+
+
+def test_no_match_names_the_nearest():
+    with pytest.raises(ConfigError) as error:
+        attach(net(), LoraSection(rank=2, target_modules=["attn1.to_qq"]), seed=0)
+    assert error.value.code == "lora.no_match" and "attn1.to_q" in error.value.hint and len(error.value.message) < 120
+    with pytest.raises(ConfigError, match="stream that is not trained"):
+        attach(net(), LoraSection(rank=2, target_modules=["audio"]), seed=0, streams=["video"])
+
+
+def test_unmatched_targets_are_told():
+    assert attach(net(), LoraSection(rank=2, target_modules=["to_q", "to_nothing"]), seed=0).unmatched_targets == ["to_nothing"]
+
+
+def test_exclude_and_patterns():
+    section = LoraSection(
+        rank=4, alpha=8, target_modules=["video", "cross_modal"], exclude_modules=["cross_modal", "attn2.to_k"],
+        rank_pattern={"video_ff": 6, "to_q": 2}, alpha_pattern={"transformer_blocks.1.attn1.to_q": 3},
+    )  # fmt: skip
+    adapters = attach(net(), section, seed=0)
+    assert "transformer_blocks.0.attn2.to_k" not in adapters.names and not any("audio" in n for n in adapters.names)
+    ranks = {n: (m.rank, m.scale) for n, m in adapters.modules.items()}
+    assert ranks["transformer_blocks.0.ff.net.2"] == (6, 8 / 6)
+    assert ranks["transformer_blocks.1.attn1.to_q"] == (2, 1.5) and ranks["transformer_blocks.0.attn1.to_k"] == (4, 2.0)
+    assert adapters.modules["transformer_blocks.0.ff.net.2"].tensors["lora_A.weight"].shape == (6, 24)
+
+
+@pytest.mark.parametrize("kind", ["lora", "rslora"])
+def test_forward_and_gradients_equal_pefts(kind):
+    """Reference: peft's lora.Linear on the same base and adapter weights, float32; differences relative to the largest value."""
+    ours, theirs = net(3), net(3)
+    section = LoraSection(rank=4, alpha=6, kind=kind, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
+    adapters = attach(ours, section, seed=0)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=section.target_modules, use_rslora=kind == "rslora")
+    theirs = peft.inject_adapter_in_model(config, theirs)
+    wrapped = {n: m for n, m in theirs.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
+    assert set(wrapped) == set(adapters.names)
+    generator = torch.Generator().manual_seed(1)
+    for name, module in adapters.modules.items():
+        with torch.no_grad():
+            module.tensors["lora_B.weight"].copy_(0.2 * torch.randn(module.tensors["lora_B.weight"].shape, generator=generator))
+            wrapped[name].lora_A["default"].weight.copy_(module.tensors["lora_A.weight"])
+            wrapped[name].lora_B["default"].weight.copy_(module.tensors["lora_B.weight"])
+    x = torch.randn(2, 5, 12, generator=generator)
+    y, z = ours(x), theirs(x)
+    assert (y - z).abs().max() / z.abs().max() < 2e-6
+    y.square().sum().backward()
+    z.square().sum().backward()
+    checked = 0
+    for name, module in adapters.modules.items():
+        for suffix, part in (("lora_A.weight", "lora_A"), ("lora_B.weight", "lora_B")):
+            other = getattr(wrapped[name], part)["default"].weight.grad
+            if other is None:
+                assert module.tensors[suffix].grad is None
+                continue
+            scale = other.abs().max().clamp_min(1e-12)
+            assert ((module.tensors[suffix].grad - other).abs().max() / scale) < 1e-5
+            checked += 1
+    assert checked == 2 * 3 * 4 * 2
+
+
+def test_dropout_is_on_the_input():
+    model = net()
+    adapters = attach(model, LoraSection(rank=2, dropout=1.0, target_modules=["attn1.to_q"]), seed=0)
+    with torch.no_grad():
+        for p in adapters.parameters():
+            p.fill_(1.0)
+    x = torch.randn(1, 3, 12)
+    with adapters.disabled():
+        base = model(x)
+    assert torch.equal(model.train()(x), base)
+    assert not torch.equal(model.eval()(x), base)
+
+
+def test_start_values_are_pefts_for_the_same_seed():
+    model = net()
+    adapters = attach(model, LoraSection(rank=4), seed=7)
+    for name in adapters.names[:5]:
+        layer = adapters.modules[name]
+        with torch.random.fork_rng():
+            torch.manual_seed(module_seed(7, name))
+            reference = peft.tuners.lora.Linear(nn.Linear(layer.shape[1], layer.shape[0]), "default", peft.LoraConfig(r=4), r=4, lora_alpha=4)
+            torch.manual_seed(module_seed(7, name))
+            reference.reset_lora_parameters("default", True)
+        assert torch.equal(layer.tensors["lora_A.weight"], reference.lora_A["default"].weight)
+        assert torch.equal(layer.tensors["lora_B.weight"], torch.zeros(layer.shape[0], 4))
+
+
+def section_of(kind: str, **fields) -> LoraSection:
+    return LoraSection(rank=4, alpha=2, kind=kind, **fields)
+
+
+KINDS = ("lora", "rslora", "dora", "loha", "lokr")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_does_not_hang_on_global_randomness_or_order(kind):
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    one = attach(net(5), section_of(kind), seed=3)
+    torch.manual_seed(12)
+    other = attach(net(5), section_of(kind, target_modules=["to_out.0", "to_q"]), seed=3)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, one.state_dict()[name]), name
+    different = attach(net(5), section_of(kind), seed=4).state_dict()
+    assert any(not torch.equal(different[n], v) for n, v in one.state_dict().items())
+    torch.random.set_rng_state(before)
+    model = net(5)
+    state = torch.random.get_rng_state()
+    attach(model, section_of(kind), seed=3)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_starts_as_the_base_trains_and_switches_off(kind):
+    model = net(5)
+    x = torch.randn(2, 3, 12)
+    base = model(x).detach()
+    adapters = attach(model, section_of(kind), seed=0)
+    torch.testing.assert_close(model(x), base, rtol=1e-5, atol=1e-6)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] and all(p.dtype == torch.float32 for p in adapters.parameters())
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    assert trainable == {id(p) for p in adapters.parameters()}
+    optimizer = torch.optim.Adam(adapters.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = (model(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert not torch.allclose(model(x), base)
+    with adapters.disabled():
+        torch.testing.assert_close(model(x), base, rtol=1e-6, atol=1e-7)
+    assert all(p.requires_grad for p in adapters.parameters())
+    assert not torch.allclose(model(x), base)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_goes_round(kind):
+    first = attach(net(5), section_of(kind), seed=0)
+    with torch.no_grad():
+        for p in first.parameters():
+            p.add_(1)
+    second = attach(net(5), section_of(kind), seed=9)
+    second.load_state_dict({n: v.clone() for n, v in first.state_dict().items()})
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
+    state = dict(first.state_dict())
+    state.pop(next(iter(state)))
+    with pytest.raises(ConfigError, match="does not fit"):
+        second.load_state_dict(state)
+
+
+def test_quantised_base_takes_lora_and_refuses_peft_kinds():
+    class Store:
+        def __init__(self, weight):
+            self.weight = weight
+            self.shape, self.device = weight.shape, weight.device
+
+        def dequantize(self, dtype):
+            return self.weight.to(dtype)
+
+        def to(self, device):
+            return Store(self.weight.to(device))
+
+    model = net()
+    for _, module in list(model.named_modules()):
+        if isinstance(module, Linear):
+            module.set_quantized(Store(module.weight.detach().clone()))
+    with pytest.raises(Exception, match="not quantised"):
+        attach(model, section_of("dora"), seed=0)
+    adapters = attach(model, section_of("lora"), seed=0)
+    model(torch.randn(1, 2, 12)).sum().backward()
+    assert adapters.modules["transformer_blocks.0.attn1.to_q"].tensors["lora_B.weight"].grad.abs().sum() > 0
