@@ -1,0 +1,382 @@
+"""Conditions within the clip: which of its own tokens are given (first frame, prefix, keyframes, crop, mask)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ..errors import ConfigError, DataError
+from ..geometry import Grid, Latents, VideoGrid
+from ..section import Section
+from .draws import Draws
+from .state import LatentState, time_slices
+
+Media = Mapping[str, "Latents | Tensor"]
+"""Media of a batch by role: latents of references and keyframes, masks [B, F', H', W'] or [B, T]."""
+
+CONTENT = "content"
+"""The role under which sampling hands a condition the latents to put in; training uses the clip's own tokens."""
+
+ROLE_OF_FOLDER = {
+    "reference_latents": "reference_video",
+    "reference_audio_latents": "reference_audio",
+    "video_masks": "video_mask",
+    "audio_masks": "audio_mask",
+    "keyframe_latents": "keyframe",
+}
+"""Official cache folder names and the roles they hold; another folder's name is its own role."""
+
+
+class Condition(Section):
+    """One edit of a stream's state. Subclasses have a ``type`` and say which streams they suit."""
+
+    modalities: ClassVar[tuple[str, ...]] = ("video", "audio")
+
+    probability: float = Field(1.0, ge=0, le=1, description="Share of the samples that get this condition while training.")
+
+    def roles(self, modality: str) -> frozenset[str]:
+        """Media needed beside the clip."""
+        return frozenset()
+
+    def check(self, grid: Grid) -> None:
+        """Raise ConfigError where this cannot work on clips of ``grid``."""
+
+    def edit(self, state: LatentState, media: Media, draws: Draws) -> LatentState:
+        """The state with this condition applied, to all samples or to those that the draws choose."""
+        if not self.applies(state.grid):
+            return state
+        applied = draws.happens(self.probability)
+        if not any(applied):
+            return state
+        mask = self.mask(state, media, draws)
+        if not all(applied):
+            mask = mask & torch.tensor(applied, device=state.device)[:, None]
+        content = media.get(CONTENT)
+        return state.held(mask, None if content is None else self.laid_out(content, state.grid))
+
+    def applies(self, grid: Grid) -> bool:
+        """False where the condition would leave nothing to train and is therefore skipped."""
+        return True
+
+    def mask(self, state: LatentState, media: Media, draws: Draws) -> Tensor:
+        """[num_target] or [B, num_target] bool: tokens that are given."""
+        raise AssertionError(f"{type(self).__name__} has no mask")
+
+    def laid_out(self, content: Latents, grid: Grid) -> Tensor:
+        """[B, num_target, C]: ``content`` placed on ``grid``; whole-grid content by default."""
+        _same_grid(self, content, grid)
+        return content.tokens
+
+    def lora_metadata(self, grid: Grid, media: Mapping[str, Grid]) -> dict[str, str]:
+        """What a LoRA trained with this tells its loader. grid, media: of the clip and of each role."""
+        return {}
+
+
+class TimeCondition(Condition):
+    """Whole time slices are given: latent frames of a video, latent steps of a sound."""
+
+    def slices(self, grid: Grid, generator: torch.Generator | None) -> list[int]:
+        """Indices of the given slices; ``generator`` is there for what is random."""
+        raise AssertionError(f"{type(self).__name__} has no slices")
+
+    @property
+    def random(self) -> bool:
+        """Whether the slices differ from sample to sample."""
+        return False
+
+    def mask(self, state: LatentState, media: Media, draws: Draws) -> Tensor:
+        if not self.random:
+            return self._line(state, self.slices(state.grid, None))
+        return torch.stack([self._line(state, self.slices(state.grid, g)) for g in draws.generators()])
+
+    def laid_out(self, content: Latents, grid: Grid) -> Tensor:
+        _, size = time_slices(grid)
+        indices = self.slices(grid, None)
+        have, have_size = time_slices(content.grid)
+        if have_size != size or have < len(indices):
+            raise DataError(
+                "condition.content_size",
+                f"{self.type}: the given media has {have} latent slices of {have_size} tokens, {len(indices)} of {size} are needed",
+                "Give media at least as long as the condition, at the size of the sample.",
+            )
+        tokens = content.tokens
+        picked = tokens[:, : len(indices) * size] if not self.from_end else tokens[:, -len(indices) * size :]
+        full = tokens.new_zeros(tokens.shape[0], grid.tokens, tokens.shape[2])
+        for place, index in enumerate(indices):
+            full[:, index * size : (index + 1) * size] = picked[:, place * size : (place + 1) * size]
+        return full
+
+    from_end: ClassVar[bool] = False
+
+    @staticmethod
+    def _line(state: LatentState, indices: list[int]) -> Tensor:
+        count, size = time_slices(state.grid)
+        line = torch.zeros(count, dtype=torch.bool)
+        line[indices] = True
+        return line.to(state.device, non_blocking=True).repeat_interleave(size, output_size=count * size)
+
+
+class FirstFrame(TimeCondition):
+    """The first frame is given (image to video). A one-frame clip is left alone: nothing would remain to train."""
+
+    modalities = ("video",)
+    type: Literal["first_frame"] = "first_frame"
+
+    def applies(self, grid: Grid) -> bool:
+        return time_slices(grid)[0] > 1
+
+    def slices(self, grid: Grid, generator: torch.Generator | None) -> list[int]:
+        return [0]
+
+
+class LastFrame(TimeCondition):
+    """The last latent frame is given (with first_frame: first and last frame to video)."""
+
+    modalities = ("video",)
+    type: Literal["last_frame"] = "last_frame"
+
+    def check(self, grid: Grid) -> None:
+        _leaves_something(self, 1, grid)
+
+    def slices(self, grid: Grid, generator: torch.Generator | None) -> list[int]:
+        return [time_slices(grid)[0] - 1]
+
+
+class _Run(TimeCondition):
+    """A run of slices from one end, of a fixed or a random length."""
+
+    temporal_boundary: int = Field(8, ge=1, description="Given latent frames (video) or latent time steps (sound, 25 a second).")
+    temporal_boundary_max: int | None = Field(
+        None, ge=1, description="Draw the length of each sample between temporal_boundary and this; None keeps it fixed."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> _Run:
+        if self.temporal_boundary_max is not None and self.temporal_boundary_max < self.temporal_boundary:
+            raise ValueError(f"temporal_boundary_max {self.temporal_boundary_max} is below temporal_boundary {self.temporal_boundary}")
+        return self
+
+    @property
+    def random(self) -> bool:
+        return self.temporal_boundary_max is not None and self.temporal_boundary_max > self.temporal_boundary
+
+    def check(self, grid: Grid) -> None:
+        _leaves_something(self, self.temporal_boundary_max or self.temporal_boundary, grid)
+
+    def length(self, generator: torch.Generator | None) -> int:
+        if generator is None or not self.random:
+            return self.temporal_boundary
+        return int(torch.randint(self.temporal_boundary, self.temporal_boundary_max + 1, (), generator=generator))
+
+
+class Prefix(_Run):
+    """The beginning is given (extend forwards)."""
+
+    type: Literal["prefix"] = "prefix"
+
+    def slices(self, grid: Grid, generator: torch.Generator | None) -> list[int]:
+        return list(range(min(self.length(generator), time_slices(grid)[0])))
+
+
+class Suffix(_Run):
+    """The end is given (extend backwards)."""
+
+    type: Literal["suffix"] = "suffix"
+    from_end = True
+
+    def slices(self, grid: Grid, generator: torch.Generator | None) -> list[int]:
+        count = time_slices(grid)[0]
+        return list(range(max(count - self.length(generator), 0), count))
+
+
+class Keyframes(TimeCondition):
+    """Latent frames anywhere in the clip are given: listed ones, or so many drawn for each sample."""
+
+    modalities = ("video",)
+    type: Literal["keyframes"] = "keyframes"
+    at: tuple[int, ...] = Field((), description="Latent frame indices; negative ones count from the end.")
+    count: tuple[int, int] | None = Field(None, description="Draw between the first and second number of frames for each sample.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Keyframes:
+        if bool(self.at) == (self.count is not None):
+            raise ValueError("give either at (frame indices) or count (least and most frames to draw)")
+        if self.count is not None and not 1 <= self.count[0] <= self.count[1]:
+            raise ValueError(f"count {list(self.count)} must be two rising numbers from 1")
+        return self
+
+    @property
+    def random(self) -> bool:
+        return self.count is not None
+
+    def check(self, grid: Grid) -> None:
+        total = time_slices(grid)[0]
+        for index in self.at:
+            if not -total <= index < total:
+                raise ConfigError("condition.out_of_range", f"keyframes: latent frame {index} of a clip of {total}", f"Allowed: {-total} to {total - 1}.")
+        _leaves_something(self, self.count[1] if self.count else len({i % total for i in self.at}), grid)
+
+    def slices(self, grid: Grid, generator: torch.Generator | None) -> list[int]:
+        total = time_slices(grid)[0]
+        if self.count is None:
+            return [index % total for index in self.at]
+        generator = generator or torch.Generator().manual_seed(0)
+        least, most = self.count
+        number = int(torch.randint(least, most + 1, (), generator=generator))
+        return sorted(torch.randperm(total, generator=generator)[: min(number, total - 1)].tolist())
+
+
+class SpatialCrop(Condition):
+    """A rectangle of every frame is given; what is around it is generated (outpainting)."""
+
+    modalities = ("video",)
+    type: Literal["spatial_crop"] = "spatial_crop"
+    spatial_region: tuple[int, int, int, int] = Field(description="Given rectangle y1, x1, y2, x2 in pixels.")
+
+    def check(self, grid: Grid) -> None:
+        top, left, bottom, right = self.cells(grid)
+        if bottom <= top or right <= left:
+            raise ConfigError(
+                "condition.empty_region",
+                f"spatial_crop: region {list(self.spatial_region)} holds no whole latent cell",
+                f"Give y1, x1, y2, x2 in pixels, multiples of {grid.factors.height} and {grid.factors.width}, inside the frame.",
+            )
+        if (bottom - top) * (right - left) == grid.tokens_per_frame:
+            raise ConfigError(
+                "condition.covers_all",
+                f"spatial_crop: region {list(self.spatial_region)} covers the whole {grid.height * grid.factors.height} x {grid.width * grid.factors.width} frame",
+                "Nothing would be left to generate: give a smaller region.",
+            )
+
+    def cells(self, grid: VideoGrid) -> tuple[int, int, int, int]:
+        """The rectangle in latent cells: floor division by the VAE factor, clamped (official rule)."""
+        top, left, bottom, right = self.spatial_region
+        rows = [min(max(edge // grid.factors.height, 0), grid.height) for edge in (top, bottom)]
+        cols = [min(max(edge // grid.factors.width, 0), grid.width) for edge in (left, right)]
+        return rows[0], cols[0], rows[1], cols[1]
+
+    def mask(self, state: LatentState, media: Media, draws: Draws) -> Tensor:
+        return _box(state.grid, (0, state.grid.frames), self.cells(state.grid)).to(state.device, non_blocking=True)
+
+
+class Mask(Condition):
+    """A mask from the dataset says what is given: above one half = given (inpainting)."""
+
+    type: Literal["mask"] = "mask"
+    mask_dir: str | None = Field(None, description="Cache folder of the masks (official field); None takes the role video_mask or audio_mask.")
+
+    def role(self, modality: str) -> str:
+        return ROLE_OF_FOLDER.get(self.mask_dir, self.mask_dir) if self.mask_dir else f"{modality}_mask"
+
+    def roles(self, modality: str) -> frozenset[str]:
+        return frozenset({self.role(modality)})
+
+    def mask(self, state: LatentState, media: Media, draws: Draws) -> Tensor:
+        modality = "video" if isinstance(state.grid, VideoGrid) else "audio"
+        mask = required(media, self.role(modality), "mask").to(state.device)
+        if mask[0].numel() != state.num_target:
+            raise DataError(
+                "condition.mask_size",
+                f"mask: {list(mask.shape[1:])} does not fit the clip's {state.num_target} tokens",
+                "Make masks of the same size and length as their clips and preprocess again.",
+            )
+        return mask.reshape(mask.shape[0], -1) > 0.5
+
+
+class RandomMask(Condition):
+    """A new mask for each sample: a box in space (all frames, or a span of them), for sound a span of time."""
+
+    type: Literal["random_mask"] = "random_mask"
+    generate: Literal["inside", "outside"] = Field("inside", description="Generate inside the box (inpaint) or outside of it (outpaint).")
+    share: tuple[float, float] = Field((0.1, 0.6), description="Least and most share of the frame (of the time, for sound) that the box covers.")
+    duration: tuple[float, float] = Field((1.0, 1.0), description="Least and most share of a video's length that the box lasts.")
+
+    @model_validator(mode="after")
+    def _shares(self) -> RandomMask:
+        for name in ("share", "duration"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high <= 1:
+                raise ValueError(f"{name} {[low, high]} must be two rising shares above 0 and at most 1")
+        return self
+
+    def applies(self, grid: Grid) -> bool:
+        return grid.tokens > 1
+
+    def mask(self, state: LatentState, media: Media, draws: Draws) -> Tensor:
+        boxes = torch.stack([self._one(state.grid, g) for g in draws.generators()])
+        return (~boxes if self.generate == "inside" else boxes).to(state.device, non_blocking=True)
+
+    def _one(self, grid: Grid, generator: torch.Generator) -> Tensor:
+        """[tokens] bool: one box; at least one token in it and one outside."""
+        draw = torch.rand(6, generator=generator).tolist()
+        between = lambda span, u: span[0] + (span[1] - span[0]) * u  # noqa: E731
+        share = between(self.share, draw[0])
+        if not isinstance(grid, VideoGrid):
+            start, length = _span(grid.steps, share, draw[1], grid.steps - 1)
+            line = torch.zeros(grid.steps, dtype=torch.bool)
+            line[start : start + length] = True
+            return line
+        aspect = 0.5 + draw[1]  # height over width, in units of the frame's own: 1/2 to 3/2
+        height = min(1.0, (share * aspect) ** 0.5)
+        top, rows = _span(grid.height, height, draw[2], grid.height)
+        left, cols = _span(grid.width, min(1.0, share / height), draw[3], grid.width)
+        first, frames = _span(grid.frames, between(self.duration, draw[4]), draw[5], grid.frames)
+        if rows == grid.height and cols == grid.width and frames == grid.frames:
+            if grid.width > 1:
+                cols -= 1
+            elif grid.height > 1:
+                rows -= 1
+            else:
+                frames -= 1
+        return _box(grid, (first, first + frames), (top, left, top + rows, left + cols))
+
+
+def required(media: Media, role: str, what: str) -> Latents | Tensor:
+    """The media of a role, or DataError naming it."""
+    if role not in media:
+        raise DataError(
+            "condition.media_missing",
+            f"{what}: the dataset has no {role} beside its clips",
+            f"Give the clips the role {role} (a column or folder of that name) and preprocess again. There is: {', '.join(sorted(media)) or 'none'}.",
+        )
+    return media[role]
+
+
+def _span(total: int, share: float, place: float, most: int) -> tuple[int, int]:
+    """(start, length) of a span covering ``share`` of ``total`` cells, 1 to ``most`` of them, at a place in 0..1."""
+    length = min(max(round(total * share), 1), max(most, 1))
+    return min(int(place * (total - length + 1)), total - length), length
+
+
+def _box(grid: VideoGrid, frames: tuple[int, int], cells: tuple[int, int, int, int]) -> Tensor:
+    """[tokens] bool: True inside frames x rows x columns."""
+    box = torch.zeros(grid.frames, grid.height, grid.width, dtype=torch.bool)
+    box[frames[0] : frames[1], cells[0] : cells[2], cells[1] : cells[3]] = True
+    return box.flatten()
+
+
+def _leaves_something(condition: TimeCondition, given: int, grid: Grid) -> None:
+    """Refuse a condition that gives every slice of the clip."""
+    count, _ = time_slices(grid)
+    if given < count:
+        return
+    unit = "latent frames" if isinstance(grid, VideoGrid) else "latent time steps"
+    length = f"{grid.pixel_frames} frames" if isinstance(grid, VideoGrid) else f"{grid.seconds:.2f} s"
+    raise ConfigError(
+        "condition.covers_all",
+        f"{condition.type}: {given} given {unit} leave nothing of a clip of {count} ({length}) to generate",
+        f"Give at most {count - 1}, or use longer clips." if count > 1 else "Use clips longer than one frame, or leave the condition out.",
+    )
+
+
+def _same_grid(condition: Condition, content: Latents, grid: Grid) -> None:
+    if content.grid.tokens != grid.tokens or time_slices(content.grid) != time_slices(grid):
+        raise DataError(
+            "condition.content_size",
+            f"{condition.type}: the given media has {content.grid.tokens} tokens, the sample {grid.tokens}",
+            "Give media of the sample's own size and length.",
+        )

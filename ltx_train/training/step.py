@@ -1,0 +1,171 @@
+"""TrainStep: one micro-batch to one loss, with keyed randomness and without waiting for the accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..conditioning.modes import TrainingStrategySection
+from ..conditioning.state import LatentState
+from ..errors import DataError
+from ..models.families import TransformerConfig
+from ..models.transformer import Perturbations
+from .flow_matching import FlowMatchingSection, ModalityBalance
+from .randomness import KeyedDraws, keyed_generator
+
+if TYPE_CHECKING:
+    from ..data.dataset import Batch
+
+SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a micro-batch gave. All tensors are on the device; reading them is the caller's choice of moment.
+
+    loss: scalar to run backward from. video_loss, audio_loss: [B] plain losses before any weighting, detached, None for
+    a stream without a loss. video_sigma, audio_sigma: [B]. video_counts, audio_counts: [B] bool, False where a sample
+    has no such loss (a silent clip, a clip that is given whole). tokens: all tokens of the micro-batch.
+    """
+
+    loss: Tensor
+    video_loss: Tensor | None
+    audio_loss: Tensor | None
+    video_sigma: Tensor | None
+    audio_sigma: Tensor | None
+    video_counts: Tensor | None
+    audio_counts: Tensor | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One stream of a micro-batch, noised: its state, noise level [B], noise and noisy tokens [B, T, C]."""
+
+    state: LatentState
+    sigma: Tensor
+    noise: Tensor | None
+    tokens: Tensor
+
+    @property
+    def generated(self) -> bool:
+        return self.noise is not None
+
+
+class TrainStep:
+    """Computes the loss of a micro-batch.
+
+    transformer: called as ``transformer(video, audio, perturbations)``; may be wrapped for several processes, then
+    ``config`` says what the bare one is. balance: the running balance of the streams, fed by the trainer.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        strategy: TrainingStrategySection,
+        flow_matching: FlowMatchingSection,
+        *,
+        config: TransformerConfig | None = None,
+        balance: ModalityBalance | None = None,
+    ) -> None:
+        self.transformer, self.strategy, self.objective, self.balance = transformer, strategy, flow_matching, balance
+        self.config = config or transformer.config
+        self._modalities = strategy.modalities()
+        self._generated = strategy.streams().generated
+        self._samplers = {m: flow_matching.sampler(m) for m in self._generated}
+        shared = strategy.shared_sigma if flow_matching.shared_sigma is None else flow_matching.shared_sigma
+        self._shared = shared and len(self._generated) == 2
+
+    def __call__(self, batch: Batch, *, seed: int, step: int, slot: int | Sequence[int], sigma: float | Mapping[str, float] | None = None) -> StepOutput:
+        """The loss of ``batch`` at global step ``step``.
+
+        slot: index of the batch's first sample in the whole global batch (rank, micro-step and position folded in; the
+        others follow), or each sample's own. sigma: fixed noise levels instead of drawn ones, for held-out losses.
+        """
+        states = self._states(batch, seed, step, slots := _slots(slot, len(batch.weight)))
+        levels = self._levels(states, seed, step, slots, sigma)
+        streams = {m: self._noised(m, states[m], levels, seed, step, slots) for m in states}
+        given = {m: s.state.modality(s.tokens, s.sigma, batch.context) for m, s in streams.items()}
+        velocity = dict(zip(("video", "audio"), self.transformer(given.get("video"), given.get("audio"), self._silent(batch, streams))))
+        return self._output(batch, streams, velocity)
+
+    def _states(self, batch: Batch, seed: int, step: int, slots: Sequence[int]) -> dict[str, LatentState]:
+        states = {}
+        for modality, config in self._modalities.items():
+            latents = getattr(batch, modality)
+            if latents is None:
+                raise DataError("batch.stream_missing", f"The strategy uses {modality}, but the samples {', '.join(batch.ids)} have none.", "Preprocess the dataset for this strategy.")
+            draws = KeyedDraws(seed, step, slots, modality)
+            states[modality] = config.state(latents, batch.roles, draws, keyframe_marker=self.config.keyframe_embedding)
+        return states
+
+    def _levels(self, states, seed: int, step: int, slots: Sequence[int], fixed: float | Mapping[str, float] | None) -> dict[str, list[float]]:
+        """Noise levels of each generated stream, one a sample, on the host. The shift counts the targets alone."""
+        if fixed is not None:
+            return {m: [fixed[m] if isinstance(fixed, Mapping) else fixed] * len(slots) for m in self._generated}
+        levels = {}
+        for modality in self._generated:
+            if self._shared and levels:
+                levels[modality] = next(iter(levels.values()))
+                continue
+            key = SHARED if self._shared else modality
+            generators = (keyed_generator(seed, step, slot, key, "sigma") for slot in slots)
+            levels[modality] = [self._samplers[modality].sample(states[modality].num_target, g) for g in generators]
+        return levels
+
+    def _noised(self, modality: str, state: LatentState, levels: Mapping[str, list[float]], seed: int, step: int, slots: Sequence[int]) -> _Stream:
+        if modality not in levels:
+            return _Stream(state, torch.zeros(state.batch, device=state.device), None, state.clean)
+        sigma = torch.tensor(levels[modality]).to(state.device, non_blocking=True)
+        shape = (state.num_target, state.clean.shape[2])
+        draw = lambda slot: torch.randn(shape, generator=keyed_generator(seed, step, slot, modality, device=state.device), device=state.device)  # noqa: E731
+        noise = torch.stack([draw(slot) for slot in slots])
+        return _Stream(state, sigma, noise, state.noised(noise, sigma))
+
+    def _silent(self, batch: Batch, streams: Mapping[str, _Stream]) -> Perturbations | None:
+        """Samples without sound carry filler in the sound stream: the video does not look at it."""
+        if len(streams) < 2 or bool((present := batch.audio_present.cpu()).all()):
+            return None
+        return Perturbations(skip_a2v_cross_attn=present.float().expand(self.config.num_layers, -1))
+
+    def _output(self, batch: Batch, streams: Mapping[str, _Stream], velocity: Mapping[str, Tensor | None]) -> StepOutput:
+        losses, counts, total = {}, {}, 0.0
+        for modality, stream in streams.items():
+            if not stream.generated:
+                continue
+            state = stream.state
+            weight = state.loss_weight[:, : state.num_target]
+            if modality == "audio":
+                weight = weight * batch.audio_present.to(weight)[:, None]
+            prediction = velocity[modality][:, : state.num_target]
+            loss = self.objective.sample_loss(prediction, state.target(stream.noise), weight)
+            total = total + self._factor(modality) * self.objective.sigma_weight(stream.sigma) * loss
+            losses[modality], counts[modality] = loss.detach(), (weight > 0).any(dim=1)
+        sigma = {m: s.sigma for m, s in streams.items() if s.generated}
+        return StepOutput(
+            loss=(total * batch.weight.to(total)).mean(),
+            video_loss=losses.get("video"),
+            audio_loss=losses.get("audio"),
+            video_sigma=sigma.get("video"),
+            audio_sigma=sigma.get("audio"),
+            video_counts=counts.get("video"),
+            audio_counts=counts.get("audio"),
+            tokens=sum(s.state.batch * s.state.tokens for s in streams.values()),
+        )
+
+    def _factor(self, modality: str) -> float | Tensor:
+        """Weight of a stream's loss: as set, times the running balance for sound beside video."""
+        if modality == "video":
+            return self.objective.video_weight
+        balanced = self.balance is not None and len(self._generated) == 2
+        return self.objective.audio_weight * (self.balance.factor() if balanced else 1.0)
+
+
+def _slots(slot: int | Sequence[int], batch: int) -> tuple[int, ...]:
+    slots = tuple(range(slot, slot + batch)) if isinstance(slot, int) else tuple(slot)
+    assert len(slots) == batch, f"{len(slots)} slots for {batch} samples"
+    return slots
