@@ -1,0 +1,397 @@
+"""The parent's side: start a child for a run, follow it, stop it, start it again when memory ran out, attach to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from .errors import OutOfMemory, RunError, StopRequested
+from .runs.command import (
+    TOKEN_VARIABLE,
+    check_port,
+    child_command,
+    child_environment,
+    first_environment,
+    free_port,
+    worker_arguments,
+    write_launch_config,
+)
+from .runs.events import ErrorEvent, Event, EventLog, PlanEvent, StateEvent
+from .runs.exits import CRASH, OK, OUT_OF_MEMORY, STOPPED, explain_exit
+from .runs.lock import ProcessId
+from .runs.run_dir import Kind, RunDir, Status
+
+MAX_RESTARTS = 3
+# edits the saved job to need less memory and says how in one line; None when nothing is left to lower
+LowerPlan = Callable[[RunDir, int], "str | None"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a child: everything beside the run itself."""
+
+    kind: Kind = "train"
+    job: Path | None = None
+    num_processes: int = 1
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    launcher: Literal["auto", "accelerate", "torchrun"] = "auto"
+    engine_python: Path | str | None = None
+    python_flags: tuple[str, ...] = ()
+    devices: str | None = None
+    network: bool = False
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+    lower_plan: LowerPlan | None = None
+
+    @property
+    def python(self) -> Path:
+        """The interpreter: the one set as engine python, else our own."""
+        return Path(self.engine_python).expanduser().absolute() if self.engine_python else Path(sys.executable)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a child ended. ``log`` holds the last lines of its output; ``error`` its own last words, if it had any."""
+
+    state: str
+    exit_code: int | None
+    message: str
+    hint: str = ""
+    code: str = ""
+    error: ErrorEvent | None = None
+    log: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == OK and self.state == "finished"
+
+    def raise_for_error(self) -> None:
+        """Raise what the child ended with; nothing if it finished."""
+        if self.ok:
+            return
+        if self.exit_code == STOPPED:
+            raise StopRequested(self.message)
+        kind = OutOfMemory if self.exit_code == OUT_OF_MEMORY else RunError
+        told = "\n".join(filter(None, (self.hint, self.error.traceback if self.error else "\n".join(self.log))))
+        raise kind(self.code or "run.died", self.message, told)
+
+
+class Child:
+    """A child at work on a run, started by us or attached to."""
+
+    def __init__(self, run: RunDir, launch: Launch, *, popen: subprocess.Popen | None = None, token: str | None = None, offset: int = 0) -> None:
+        self.run = run
+        self.launch = launch
+        self.offset = offset
+        self.restarts = 0
+        self._popen = popen
+        self._token = token
+        self._stopping = False
+        self._settled: Outcome | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether somebody else started it."""
+        return self._popen is None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that does the work, or its launcher's while it starts."""
+        owner = self.run.lock.owner()
+        return owner.pid if owner is not None and owner.alive() else self._popen.pid if self._popen else None
+
+    def alive(self) -> bool:
+        if self._popen is not None:
+            return self._popen.poll() is None
+        return self.run.live()
+
+    def status(self) -> Status:
+        return self.run.status()
+
+    def follow(self, poll: float = 0.2) -> Iterator[Event]:
+        """Every event from ``offset`` on until the child has ended, across restarts after running out of memory."""
+        while True:
+            alive = self.alive()  # looked at before reading, so that nothing written before the end is missed
+            batch = self.run.events(self.offset)
+            self.offset = batch.offset
+            yield from batch.events
+            if alive:
+                time.sleep(poll)
+            elif not self._start_lower():
+                self._settle()
+                batch = self.run.events(self.offset)  # what settling added
+                self.offset = batch.offset
+                yield from batch.events
+                return
+
+    def wait(self, timeout: float | None = None, poll: float = 0.1) -> Outcome:
+        """Wait for the end, restarts included. Raises TimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.alive() or self._start_lower():
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"The run {self.run.name} goes on after {timeout:g} s.")
+            time.sleep(poll)
+        return self._settle()
+
+    def request_stop(self) -> None:
+        """Ask for a stop and return at once; the child acknowledges within a second."""
+        self._stopping = True
+        self.run.request("stop")
+
+    def stop(self, deadline: float = 60.0, *, force: bool = True) -> Outcome:
+        """Stop gracefully (a snapshot is left) and, after ``deadline`` seconds, by force unless told otherwise."""
+        self.request_stop()
+        end = time.monotonic() + deadline
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.05)
+        if self.alive():
+            if not force:
+                raise TimeoutError(f"The run {self.run.name} has not stopped within {deadline:g} s.")
+            self.kill()
+        return self._settle()
+
+    def kill(self) -> None:
+        """End every process of the child now; what it had saved stays."""
+        self._stopping = True
+        roots = [psutil.Process(self._popen.pid)] if self._popen is not None and self._popen.poll() is None else []
+        working = self.run.lock.owner()
+        process = working.process() if working is not None else None
+        roots += [process] if process is not None and process.pid != os.getpid() else []
+        kill_tree(roots)
+        if self._popen is not None:
+            self._popen.wait(timeout=30)
+
+    def outcome(self) -> Outcome | None:
+        """How it ended; None while it lives."""
+        return None if self.alive() else self._settle()
+
+    # -- the end --
+
+    def _start_lower(self) -> bool:
+        """Start again one notch down the memory plan if that is what the end asks for."""
+        if self._settled is not None or self._stopping or self.launch.lower_plan is None or self.restarts >= MAX_RESTARTS:
+            return False
+        if self.run.read_status().exit_code != OUT_OF_MEMORY or self.run.requested("stop"):
+            return False
+        status = self.run.read_status()
+        notch = status.notch + 1
+        message = self.launch.lower_plan(self.run, notch)
+        if message is None:
+            return False
+        self.restarts += 1
+        log = EventLog(self.run.events_path)
+        log.write(PlanEvent(notch=notch, message=f"Out of memory; starting again with less: {message}"))
+        log.close()
+        fresh = start(self.run.path, launch=self.launch, if_live="refuse", attempt=status.attempt + 1, notch=notch)
+        self._popen, self._token = fresh._popen, fresh._token
+        return True
+
+    def _settle(self) -> Outcome:
+        """Work out how the child ended, once; write it down where the child could not."""
+        if self._settled is None:
+            status = self.run.read_status()
+            code = status.exit_code if not status.live and status.exit_code is not None else self._raw_exit_code()
+            if status.live:
+                status = self._bury(status, code)
+            self._settled = self._describe(status, code)
+            if self._token is not None:
+                self.run.lock.release(self._token)
+        return self._settled
+
+    def _raw_exit_code(self) -> int | None:
+        code = None if self._popen is None else self._popen.poll()
+        if code == CRASH and self.launch.num_processes > 1:
+            # the launchers end with 1 whatever happened; their report names the first rank that failed
+            report = re.search(r"exitcode\s*:\s*(-?\d+)", "\n".join(self.run.tail(60)))
+            code = int(report.group(1)) if report else code
+        return code
+
+    def _bury(self, status: Status, code: int | None) -> Status:
+        """Write the end of a child that died without a word: ``lost`` after a native death, else ``failed``."""
+        text = explain_exit(code)
+        state = "failed" if code in (CRASH, 2, OUT_OF_MEMORY) else "lost"
+        event = ErrorEvent(code="run.died", message=text.message, hint=text.hint, exit_code=CRASH if code is None else code)
+        log = EventLog(self.run.events_path)
+        log.write(event)
+        log.write(StateEvent(state=state, reason="run.died"))
+        log.close()
+        return self.run.update_status(state=state, exit_code=code, ended=time.time(), error=text.message, error_code="run.died", hint=text.hint)
+
+    def _describe(self, status: Status, code: int | None) -> Outcome:
+        text = explain_exit(code)
+        error = self.run.history().error if code not in (OK, STOPPED) else None
+        told = error is not None and error.code != "run.died"
+        return Outcome(
+            state=status.state,
+            exit_code=code,
+            message=error.message if told else text.message,
+            hint=(error.hint or text.hint) if told else text.hint,
+            code=error.code if error is not None else "",
+            error=error if told else None,
+            log=() if code in (OK, STOPPED) else tuple(self.run.tail(30)),
+        )
+
+
+def start(
+    target: Path | str,
+    *,
+    launch: Launch | None = None,
+    if_live: Literal["attach", "refuse"] = "attach",
+    attempt: int = 0,
+    notch: int | None = None,
+    **options: object,
+) -> Child:
+    """Start a child for a run directory or the job file in one; ``options`` are fields of ``Launch``.
+
+    A run that a live process works on is attached to, or refused with RunError ``run.locked``.
+    ``notch`` keeps its old value if None: a run that needed less memory starts with less.
+    """
+    launch = replace(launch or Launch(), **options)  # type: ignore[arg-type]
+    run, launch = _locate(Path(target).expanduser().absolute(), launch)
+    run.control.mkdir(parents=True, exist_ok=True)
+    own = ProcessId.of()
+    assert own is not None
+    try:
+        token = run.lock.take(own)
+    except RunError:
+        if if_live == "refuse":
+            raise
+        return attach(run.path, launch=launch) or start(run.path, launch=launch, if_live="refuse", attempt=attempt, notch=notch)
+    try:
+        run.clear_requests()
+        for log in run.path.glob("train.rank*.log"):
+            log.unlink(missing_ok=True)
+        old = run.read_status() if run.status_path.exists() else Status()
+        offset = run.events_path.stat().st_size if run.events_path.exists() else 0
+        run.write_status(
+            Status(state="queued", kind=launch.kind, step=old.step, total=old.total, attempt=attempt, notch=old.notch if notch is None else notch, started=time.time())
+        )
+        popen = _spawn(run, launch, token)
+        child = ProcessId.of(popen.pid)
+        owner = run.lock.owner()
+        if child is not None and owner is not None and owner.pid == own.pid:  # it may have adopted the lock already
+            run.lock.take(child, token)
+    except BaseException:
+        run.lock.release(token)
+        raise
+    return Child(run, launch, popen=popen, token=token, offset=offset)
+
+
+def attach(target: Path | str, *, offset: int = 0, launch: Launch | None = None) -> Child | None:
+    """The live child of a run, whoever started it; None if no process works on it. Events come from ``offset`` on."""
+    run = RunDir(target)
+    if not run.live():
+        return None
+    status = run.read_status()
+    launch = launch or Launch(kind=status.kind)
+    return Child(run, replace(launch, lower_plan=None), offset=offset)
+
+
+def _locate(target: Path, launch: Launch) -> tuple[RunDir, Launch]:
+    """The run directory of a target and its job file, which must be there."""
+    if target.suffix in (".yaml", ".yml"):
+        run, job = RunDir(target.parent), target
+        launch = replace(launch, job=None if target == run.job_path(launch.kind) else target)
+    else:
+        run = RunDir(target)
+        job = launch.job or run.job_path(launch.kind)
+    if not job.is_file():
+        raise RunError("run.no_job", f"There is no job to start at {job}.", f"A run of kind {launch.kind} needs {run.job_path(launch.kind).name} in its directory.")
+    return run, launch
+
+
+def build_command(run: RunDir, launch: Launch) -> list[str]:
+    """The argument list of a child; for several processes accelerate's neutral configuration is written into the run."""
+    several = launch.num_processes > 1
+    launcher = launch.launcher if launch.launcher != "auto" else _launcher() if several else "torchrun"
+    port = launch.main_process_port
+    if several and launch.num_machines > 1 and (port is None or launch.main_process_ip is None):
+        raise RunError("distributed.meeting", "Several machines need main_process_ip and main_process_port.", "Give the address of machine 0 and a port that its firewall lets through.")
+    if several and port is not None and launch.machine_rank == 0:
+        check_port(port)
+    config = None
+    if several and launcher == "accelerate":
+        config = write_launch_config(
+            run.path / "accelerate.yaml", num_processes=launch.num_processes, num_machines=launch.num_machines, machine_rank=launch.machine_rank
+        )
+    return child_command(
+        worker_arguments(run.path, launch.kind, launch.job),
+        python=launch.python,
+        flags=launch.python_flags,
+        num_processes=launch.num_processes,
+        launcher=launcher,
+        port=port or (free_port() if several else None),
+        num_machines=launch.num_machines,
+        machine_rank=launch.machine_rank,
+        main_process_ip=launch.main_process_ip,
+        launch_config=config,
+    )
+
+
+def _launcher() -> Literal["accelerate", "torchrun"]:
+    """accelerate with accelerators; on the CPU it starts one process only, so torchrun."""
+    import torch
+
+    return "accelerate" if torch.cuda.is_available() else "torchrun"
+
+
+def _spawn(run: RunDir, launch: Launch, token: str) -> subprocess.Popen:
+    """A detached process with its output in the log: it outlives us and gets none of our signals."""
+    if not launch.python.exists():
+        raise RunError("engine.python", f"The engine python is not there: {launch.python}", "Set another one, or none to use the python that runs this.")
+    env = child_environment(
+        first=first_environment(),
+        num_processes=max(1, launch.num_processes // launch.num_machines),
+        devices=launch.devices,
+        other_python=launch.engine_python is not None and not _same_file(launch.python, Path(sys.executable)),
+        network=launch.network,
+        extra={**launch.extra_env, TOKEN_VARIABLE: token},
+    )
+    with open(run.log_path, "ab") as log:
+        return _popen(build_command(run, launch), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=run.path)
+
+
+def _popen(command: Sequence[str], **arguments: object) -> subprocess.Popen:
+    if sys.platform != "win32":
+        return subprocess.Popen(command, start_new_session=True, **arguments)  # type: ignore[call-overload]
+    flags = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW
+    try:
+        # out of a job object that ends all its members with ComfyUI (the desktop app has one)
+        return subprocess.Popen(command, creationflags=flags | subprocess.CREATE_BREAKAWAY_FROM_JOB, **arguments)
+    except PermissionError:
+        return subprocess.Popen(command, creationflags=flags, **arguments)
+
+
+def kill_tree(roots: Sequence[psutil.Process], timeout: float = 5.0) -> None:
+    """Kill the processes and all below them."""
+    doomed: dict[int, psutil.Process] = {}
+    for root in roots:
+        try:
+            doomed |= {process.pid: process for process in (*root.children(recursive=True), root)}
+        except psutil.NoSuchProcess:
+            continue
+    for process in doomed.values():
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(list(doomed.values()), timeout=timeout)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        # not samefile: a venv's python is a link to its base, yet another environment
+        return os.path.normcase(one.absolute()) == os.path.normcase(other.absolute())
+    except OSError:
+        return False
