@@ -53,6 +53,10 @@ class LoraWeights(nn.Module):
         down = F.linear(F.dropout(x, self.dropout, self.training), self.A.to(x.dtype))
         return F.linear(down * self.scale, self.B.to(x.dtype))
 
+    def _apply(self, fn, recurse: bool = True):
+        """Moves and ``.to(dtype)`` of the model: the masters change place, never precision."""
+        return super()._apply(lambda t: moved if (moved := fn(t)).dtype == t.dtype else t.to(moved.device), recurse)
+
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale:g}, dropout={self.dropout:g}"
 

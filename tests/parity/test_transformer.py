@@ -1,19 +1,15 @@
 """The transformer against the official implementation's recorded outputs and LoRA gradients (data/README.md)."""
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ltx_train.models.families import TransformerConfig
+from ltx_train.models.checkpoint import Checkpoint
 from ltx_train.models.linear import LoraWeights
 from ltx_train.models.modality import Modality
 from ltx_train.models.transformer import Perturbations, load_transformer
-from ltx_train.models.weights import WeightSource
 
 DATA = Path(__file__).parent / "data"
 AV_FAMILIES = ("ltx2", "ltx2.3", "ltx2.5")
@@ -43,42 +39,8 @@ CASES += [("ltx2.5", "keyframes"), ("ltx2.5", "keyframes_first_frame")]
 _loaded: dict = {}
 
 
-def config_of(path: Path) -> TransformerConfig:
-    with safe_open(path, "pt") as file:
-        c = json.loads(file.metadata()["config"])["transformer"]
-    av, adaln = "audio_num_attention_heads" in c, c.get("cross_attention_adaln", False)
-    return TransformerConfig(
-        num_layers=c["num_layers"],
-        num_attention_heads=c["num_attention_heads"],
-        attention_head_dim=c["attention_head_dim"],
-        in_channels=c["in_channels"],
-        out_channels=c["out_channels"],
-        cross_attention_dim=c["cross_attention_dim"],
-        caption_channels=None if c.get("caption_proj_before_connector") else c["caption_channels"],
-        audio_num_attention_heads=c.get("audio_num_attention_heads", 0),
-        audio_attention_head_dim=c.get("audio_attention_head_dim", 0),
-        audio_in_channels=c.get("audio_in_channels", 0),
-        audio_out_channels=c.get("audio_out_channels", 0),
-        audio_cross_attention_dim=c.get("audio_cross_attention_dim", 0),
-        qk_norm_eps=1e-6 if av else 1e-5,
-        rope_type=c.get("rope_type", "interleaved"),
-        frequencies_precision=c.get("frequencies_precision", "float32"),
-        use_middle_indices_grid=c.get("use_middle_indices_grid", False),
-        gated_attention=c.get("apply_gated_attention", False),
-        cross_attention_adaln=adaln,
-        prompt_adaln_single=adaln and c.get("use_prompt_adaln_single", True),
-        ff_bias=c.get("ff_bias", True),
-        audio_ff_bias=c.get("audio_ff_bias", True),
-        keyframe_embedding=c.get("use_keyframes_abs_pos_embedding", False),
-        norm_before_cross_attention=av,
-    )
-
-
-def open_checkpoint(family: str):
-    path = DATA / f"{family}.checkpoint.safetensors"
-    whole = WeightSource.open(path).subset("model.diffusion_model.")
-    source = whole.renamed(lambda name: None if "embeddings_connector" in name else name)
-    return SimpleNamespace(transformer=config_of(path), source=lambda component: source)
+def open_checkpoint(family: str) -> Checkpoint:
+    return Checkpoint.open(DATA / f"{family}.checkpoint.safetensors")
 
 
 def transformer(family: str, **streams):
