@@ -239,11 +239,7 @@ def load_weights(
     """
     if rename is not None:
         source = source.renamed(rename)
-    wanted = {**dict(module.named_parameters(remove_duplicate=False)), **_persistent_buffers(module)}
-    _check_strict(wanted, source, tuple(ignore), type(module).__name__)
-    for name in wanted:
-        if name not in source:
-            continue
+    for name in check_weights(module, source, ignore=ignore):
         kind = dtype(name) if callable(dtype) else dtype
         _assign(module, name, source.get(name, dtype=kind, device=device))
 
@@ -257,7 +253,10 @@ def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _check_strict(wanted: Mapping[str, Tensor], source: WeightSource, ignore: tuple[str, ...], title: str) -> None:
+def check_weights(module: nn.Module, source: WeightSource, *, ignore: Iterable[str] = ()) -> list[str]:
+    """Names that :func:`load_weights` would fill, after its strict check by names and shapes; nothing is read."""
+    wanted = {**dict(module.named_parameters(remove_duplicate=False)), **_persistent_buffers(module)}
+    ignore = tuple(ignore)
     ignored = lambda name: any(fnmatchcase(name, pattern) for pattern in ignore)  # noqa: E731
     missing = [n for n in wanted if n not in source and not ignored(n)]
     extra = [n for n in source.names if n not in wanted and not ignored(n)]
@@ -265,11 +264,11 @@ def _check_strict(wanted: Mapping[str, Tensor], source: WeightSource, ignore: tu
         f"{n}: file {list(source.info(n).shape)}, model {list(wanted[n].shape)}" for n in wanted if n in source and source.info(n).shape != tuple(wanted[n].shape)
     ]
     if not (missing or extra or shaped):
-        return
+        return [n for n in wanted if n in source]
     counts = [f"{len(v)} {k}" for k, v in (("missing", missing), ("unexpected", extra), ("of another shape", shaped)) if v]
     lines = [f"{label}: {', '.join(v[:6])}{' ...' if len(v) > 6 else ''}" for label, v in (("missing", missing), ("unexpected", extra), ("shapes", shaped)) if v]
     files = ", ".join(p.name for p in source.paths)
-    raise CheckpointError("checkpoint.tensors", f"{title}: {', '.join(counts)} tensors in {files[:50]}.", "\n".join(lines))
+    raise CheckpointError("checkpoint.tensors", f"{type(module).__name__}: {', '.join(counts)} tensors in {files[:50]}.", "\n".join(lines))
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:

@@ -1,0 +1,89 @@
+"""What model files hold, as plain data: the report behind ``inspect``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import Checkpoint, Component
+from .checkpoint_parts import find_parts, open_files
+from .text_files import text_encoder_folder
+
+
+def inspect_files(
+    paths: Iterable[str | Path], *, text_encoder: str | Path | None = None, video_vae: str | Path | None = None, audio_vae: str | Path | None = None, tokenizer: str | Path | None = None
+) -> dict[str, Any]:
+    """The report on one model given as ``paths`` (a unified file, or a split pack, text encoder included), ready for JSON.
+
+    Keys: family, title, version, distilled, fingerprint, components {name: {kind, files, tensors, parameters, dtypes,
+    quantisation, fingerprint}}, missing {name: file that supplies it}, quantisation {format: weights}, video_factors
+    [time, height, width], audio_steps_per_second, transformer {layers, heads, width, audio_width...}, tokenizer, files.
+    Raises CheckpointError as :meth:`Checkpoint.open`.
+    """
+    models, encoders = [], []
+    for path in paths:
+        (encoders if text_encoder is None and _is_encoder(path) else models).append(path)
+    if encoders and (models or video_vae or audio_vae):
+        text_encoder = encoders.pop(0)
+    if encoders and not models:
+        checkpoint = Checkpoint.open(text_encoder=encoders[0], tokenizer=tokenizer)
+    else:
+        checkpoint = Checkpoint.open(*models, *encoders, text_encoder=text_encoder, video_vae=video_vae, audio_vae=audio_vae, tokenizer=tokenizer)
+    return describe(checkpoint)
+
+
+def _is_encoder(path: str | Path) -> bool:
+    """Whether a path is a text encoder: a folder, or a file that holds nothing else but its projection."""
+    if Path(path).is_dir():
+        return True
+    found = {p.component for p in find_parts(open_files(text_encoder_folder(path)))}
+    return "text_encoder" in found and found <= {"text_encoder", "text_projection"}
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The report of an open checkpoint (see :func:`inspect_files`)."""
+    components = {n: _component(checkpoint, c) for n, c in checkpoint.components.items()}
+    quantisation: dict[str, int] = {}
+    for found in components.values():
+        for kind, count in found["quantisation"].items():
+            quantisation[kind] = quantisation.get(kind, 0) + count
+    factors, config = checkpoint.video_factors, checkpoint.transformer
+    report: dict[str, Any] = {
+        "family": checkpoint.family.name,
+        "title": checkpoint.family.title,
+        "version": checkpoint.model_version,
+        "distilled": checkpoint.distilled,
+        "fingerprint": checkpoint.fingerprint,
+        "components": components,
+        "missing": checkpoint.missing,
+        "quantisation": quantisation,
+        "video_factors": [factors.time, factors.height, factors.width],
+        "audio_steps_per_second": checkpoint.audio_grid.steps_per_second if checkpoint.family.audio else None,
+        "tokenizer": str(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None,
+        "files": [str(p) for p in checkpoint.files],
+    }
+    if config is not None:
+        report["transformer"] = {"layers": config.num_layers, "heads": config.num_attention_heads, "width": config.dim, "audio_width": config.audio_dim}
+    return report
+
+
+def _component(checkpoint: Checkpoint, component: Component) -> dict[str, Any]:
+    parameters, dtypes = 0, {}
+    for name in component.source.keys():
+        info = component.source.info(name)
+        count = 1
+        for n in info.shape:
+            count *= n
+        label = component.source.format(name) or str(info.dtype).removeprefix("torch.")
+        dtypes[label] = dtypes.get(label, 0) + 1
+        parameters += count if info.dtype.is_floating_point else 0
+    return {
+        "kind": component.kind,
+        "files": [str(p) for p in component.files],
+        "tensors": len(component.source),
+        "parameters": parameters,
+        "dtypes": dtypes,
+        "quantisation": component.quantisation,
+        "fingerprint": checkpoint.fingerprint_of(component.name),
+    }
