@@ -56,7 +56,7 @@ class FeatureExtractor:
             if width != hidden * states:
                 raise CheckpointError(
                     "text_encoder.size",
-                    f"The {encoder} gives {states} states of {hidden}; the checkpoint's projection reads {width} numbers, not {hidden * states}.",
+                    f"{encoder} gives {states} x {hidden} numbers a token; the checkpoint's text projection reads {width}.",
                     "The encoder is of another size than the one this LTX model was trained with (12B: 49 states of 3840).",
                 )
             weight = source.get(f"{prefix}.weight", dtype=dtype, device=device).view(out, hidden, states).permute(2, 0, 1).contiguous()

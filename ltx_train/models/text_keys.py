@@ -73,7 +73,8 @@ def check_encoder(weights: EncoderWeights, *, wanted: str, family: str, version:
     if weights.kind != wanted:
         found = {"gemma4": "Gemma 4", "gemma3": "Gemma 3", "t5": "T5"}[weights.kind]
         raise CheckpointError("text_encoder.wrong", f"{family} needs {TITLES[wanted]} for its text, but {file} is {found}.", GET[wanted])
-    if wanted == "gemma4" and version is not None and weights.version != version:
+    stated = bool(weights.settings)  # a repack without any config has nothing to compare
+    if wanted == "gemma4" and version is not None and stated and weights.version != version:
         stock = f"version {weights.version}" if weights.version else "a stock Gemma 4 (no gemma_version)"
         raise CheckpointError("text_encoder.version", f"{family} needs {version} for its text, but {file} is {stock}.", GET[wanted])
 
@@ -145,4 +146,4 @@ def _parsed(value: Any) -> Any:
 
 def _files(source: WeightSource) -> str:
     paths = source.paths
-    return paths[0].name[:45] if len(paths) == 1 else f"{paths[0].parent.name[:40]}/ ({len(paths)} files)"
+    return paths[0].name[:36] if len(paths) == 1 else f"{paths[0].parent.name[:24]}/ ({len(paths)} files)"
