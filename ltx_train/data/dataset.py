@@ -1,0 +1,334 @@
+"""What training reads: the data section, cached datasets, batches. Imports neither av nor Pillow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ..errors import DataError
+from ..geometry import AudioGrid, Latents, VideoFactors
+from ..section import Section
+from ..text import Context, TextFeatures
+from .buckets import ClipOptions
+from .cache import Cache, Manifest
+from .sampler import BucketSampler, Stage, Unit
+from .sources import Captions, FolderSource, Sample, TableSource, open_source
+
+if TYPE_CHECKING:
+    from .buckets import Bucket
+    from .probe import Probe
+
+
+class StageSection(Section):
+    """A stage of progressive resolution."""
+
+    from_step: int = Field(0, ge=0, description="The step this stage begins at.")
+    max_tokens: int | None = Field(None, ge=1, description="Only clips of at most this many latent tokens; None for all.")
+
+
+class DataSection(Section):
+    """The data: the official preprocessed_data_root and num_dataloader_workers, and a dataset to preprocess itself."""
+
+    preprocessed_data_root: str | None = Field(None, description="Folder of a cache of ours or of the official .precomputed layout.")
+    num_dataloader_workers: int = Field(2, ge=0, le=64, description="Threads that load batches ahead.")
+    dataset: str | None = Field(None, description="Folder of clips, or a .csv, .json or .jsonl file, to preprocess before training.")
+    sources: list[FolderSource | TableSource] = Field(default_factory=list, description="Several datasets, each with its own settings.")
+    cache_dir: str | None = Field(None, description="Where encoded clips go; None is .ltx_cache beside the dataset.")
+    index: str = Field("index.json", description="Name of the list of this dataset inside the cache.")
+    resolution_buckets: str | None = Field(None, description="Buckets such as 960x544x49;512x512; auto proposes them from the clips.")
+    token_budget: int = Field(4096, ge=1, le=1_000_000, description="With auto buckets: latent tokens a clip may have.")
+    clips: ClipOptions = Field(default_factory=ClipOptions, description="How clips are cut and scaled.")
+    captions: Captions = Field(default_factory=Captions, description="Caption policy, trigger word, cleaning (for dataset).")
+    caption_dropout: float = Field(0.0, ge=0, le=1, description="Share of samples that train with an empty caption.")
+    stages: list[StageSection] = Field(default_factory=list, description="Progressive resolution: small clips first, larger ones from a step on.")
+    preprocess_workers: int = Field(2, ge=0, le=64, description="Threads that decode clips ahead of the encoder.")
+    preprocess_batch_size: int = Field(1, ge=1, le=256, description="Clips of a bucket encoded together.")
+
+    @model_validator(mode="after")
+    def _something(self) -> DataSection:
+        if not (self.preprocessed_data_root or self.dataset or self.sources):
+            raise ValueError("preprocessed_data_root, dataset or sources: one of them must say where the data is")
+        return self
+
+    @classmethod
+    def free_fields(cls) -> frozenset[str]:
+        """Fields that may change without making another run."""
+        return frozenset({"num_dataloader_workers", "preprocess_workers", "preprocess_batch_size", "cache_dir"})
+
+    def all_sources(self) -> list[FolderSource | TableSource]:
+        """The datasets to preprocess, in order; empty when only a preprocessed root is given."""
+        found = list(self.sources)
+        if self.dataset:
+            found.insert(0, open_source(self.dataset, captions=self.captions))
+        return found
+
+    def samples(self) -> list[Sample]:
+        """All samples of all datasets; ids carry the dataset's name when there are several."""
+        from .sources import ChainSource
+
+        sources = self.all_sources()
+        return sources[0].samples() if len(sources) == 1 else ChainSource(sources=sources).samples()
+
+    def cache_root(self) -> Path:
+        """Where the cache of this section lies."""
+        if self.cache_dir:
+            return Path(self.cache_dir).expanduser()
+        sources = self.all_sources()
+        if sources:
+            place = Path(sources[0].path).expanduser()
+            return (place if place.is_dir() else place.parent) / ".ltx_cache"
+        return Path(self.preprocessed_data_root or ".").expanduser()
+
+    def data_root(self) -> Path:
+        """What training opens: the preprocessed root if given, else the cache."""
+        return Path(self.preprocessed_data_root).expanduser() if self.preprocessed_data_root else self.cache_root()
+
+    def buckets(self, factors: VideoFactors, probes: Callable[[], Sequence[Probe]]) -> tuple[Bucket, ...]:
+        """The buckets, checked; ``auto`` or none proposes them from ``probes()`` under the token budget."""
+        from .buckets import check, parse_buckets, propose
+
+        if self.resolution_buckets and self.resolution_buckets.strip().lower() != "auto":
+            found = parse_buckets(self.resolution_buckets)
+        else:
+            found = propose(probes(), factors, self.token_budget)
+        check(found, factors)
+        return found
+
+
+@dataclass(frozen=True)
+class Item:
+    """One loaded sample; latents have a batch of 1, masks none."""
+
+    id: str
+    text: str
+    video: Latents | None
+    audio: Latents | None
+    roles: Mapping[str, Latents | Tensor] = field(default_factory=dict)
+    audio_steps: int = 0
+    weight: float = 1.0
+
+
+class TrainingDataset(Protocol):
+    """What the loop needs of a dataset: ours or the official folder."""
+
+    audio_grid: AudioGrid | None
+
+    def __len__(self) -> int: ...
+    def units(self) -> list[Unit]: ...
+    def item(self, index: int) -> Item: ...
+    def features(self, key: str) -> TextFeatures: ...
+    def text_keys(self) -> list[str]: ...
+    def empty_text(self) -> str | None: ...
+
+
+class CachedDataset:
+    """The entries of one manifest, loaded from the cache when asked for."""
+
+    def __init__(self, root: str | Path, index: str = "index.json") -> None:
+        root = Path(root).expanduser()
+        self.cache = Cache(root)
+        self.manifest = Manifest.read(root / index)
+        self.audio_grid = self.manifest.audio_grid
+
+    def __len__(self) -> int:
+        return len(self.manifest.entries)
+
+    def units(self) -> list[Unit]:
+        return [Unit(e.group, e.repeats, e.tokens or e.audio_steps) for e in self.manifest.entries]
+
+    def item(self, index: int) -> Item:
+        """Load one sample; raises DataError naming what is missing or damaged."""
+        entry = self.manifest.entries[index]
+        roles = {role: self._role(key) for role, key in entry.roles.items()}
+        video = self.cache.get_latents(entry.video) if entry.video else None
+        audio = self.cache.get_latents(entry.audio) if entry.audio else None
+        return Item(entry.id, entry.text, video, audio, roles, entry.audio_steps, entry.weight)
+
+    def _role(self, key: str) -> Latents | Tensor:
+        return self.cache.get(key).tensors["mask"] if key.startswith("mask-") else self.cache.get_latents(key)
+
+    def features(self, key: str) -> TextFeatures:
+        return self.cache.get_text(key)
+
+    def text_keys(self) -> list[str]:
+        """Distinct caption keys, in the order of the entries."""
+        return list(dict.fromkeys(e.text for e in self.manifest.entries))
+
+    def empty_text(self) -> str | None:
+        """Key of the empty caption, for caption dropout; None when it was not encoded."""
+        return self.manifest.texts.get("")
+
+    def audio_coverage(self) -> float:
+        """Share of entries that have sound."""
+        return sum(e.audio is not None for e in self.manifest.entries) / max(1, len(self))
+
+    def missing(self) -> list[str]:
+        """Keys that the manifest names and the cache lacks."""
+        keys = {k for e in self.manifest.entries for k in (e.text, e.video, e.audio, *e.roles.values()) if k}
+        return sorted(k for k in keys if not self.cache.has(k))
+
+
+def open_dataset(root: str | Path, *, factors: VideoFactors, audio_grid: AudioGrid | None = None, index: str = "index.json", directories: Mapping[str, str] | None = None) -> TrainingDataset:
+    """The dataset of a folder: ours (an index.json) or the official layout (latents/, conditions/...).
+
+    directories: official role -> folder name (video, audio, reference_video...), for the official layout.
+    """
+    from .precomputed import PrecomputedDataset, find_root
+
+    root = Path(root).expanduser()
+    if (root / index).is_file():
+        return CachedDataset(root, index)
+    found = find_root(root)
+    if found is None:
+        raise DataError("data.root", f"{root} holds neither index.json nor an official conditions folder.", "Preprocess a dataset first, or give its .precomputed folder.")
+    return PrecomputedDataset(found, factors=factors, audio_grid=audio_grid, directories=directories)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward and backward pass reads.
+
+    roles: "reference_video", "reference_audio" -> Latents; "video_mask", "loss_mask" [B,F',H',W'], "audio_mask" [B,T].
+    audio_present: [B] bool; audio is zeros where it is False. weight: [B] factors on the loss.
+    """
+
+    video: Latents | None
+    audio: Latents | None
+    context: Context
+    roles: Mapping[str, Latents | Tensor]
+    audio_present: Tensor
+    weight: Tensor
+    ids: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
+        """The batch on a device; latents and context cast to ``dtype`` if given, masks and weights kept."""
+        move = lambda t: None if t is None else t.to(device=device, dtype=dtype)  # noqa: E731
+        roles = {name: value.to(device=device, dtype=dtype) if isinstance(value, Latents) else value.to(device) for name, value in self.roles.items()}
+        context = self.context.to(device=device, dtype=dtype) if dtype else self.context.to(device=device)
+        return Batch(move(self.video), move(self.audio), context, roles, self.audio_present.to(device), self.weight.to(device), self.ids)
+
+
+def collate(items: Sequence[Item], context: Context, audio_grid: AudioGrid | None = None) -> Batch:
+    """Stack samples of one group. Samples without sound get zeros; with ``audio_grid`` also when no sample has sound."""
+    present = torch.tensor([i.audio is not None for i in items])
+    video = _stack([i.video for i in items]) if items[0].video is not None else None
+    names = list(items[0].roles)
+    roles = {n: _stack([i.roles[n] for i in items]) if isinstance(items[0].roles[n], Latents) else torch.stack([i.roles[n] for i in items]) for n in names}
+    weight = torch.tensor([i.weight for i in items], dtype=torch.float32)
+    return Batch(video, _stack_audio(items, audio_grid), context, roles, present, weight, tuple(i.id for i in items))
+
+
+def _stack(parts: Sequence[Latents]) -> Latents:
+    shapes = {tuple(p.values.shape) for p in parts}
+    if len(shapes) > 1:
+        raise DataError("data.shapes", f"A batch mixes latents of shapes {sorted(shapes)}.", "Use batch size 1, or preprocess again so that buckets are known.")
+    return Latents(torch.cat([p.values for p in parts]), parts[0].grid)
+
+
+def _stack_audio(items: Sequence[Item], template: AudioGrid | None) -> Latents | None:
+    known = next((i.audio for i in items if i.audio is not None), None)
+    if known is None:
+        steps = items[0].audio_steps
+        if template is None or not steps:
+            return None
+        grid = replace(template, steps=steps)
+        return Latents(torch.zeros(len(items), grid.channels, grid.steps, grid.bins), grid)
+    silent = Latents(torch.zeros_like(known.values), known.grid)
+    return _stack([i.audio if i.audio is not None else silent for i in items])
+
+
+def join_contexts(parts: Sequence[Context]) -> Context:
+    """Contexts [1, S, D] along the batch; shorter ones are padded behind a mask."""
+
+    def tensor(part: Context) -> Tensor:
+        return part.video if part.video is not None else part.audio
+
+    longest = max(tensor(p).shape[1] for p in parts)
+    ragged = any(tensor(p).shape[1] != longest for p in parts) or any(p.mask is not None for p in parts)
+
+    def padded(value: Tensor | None) -> Tensor | None:
+        return None if value is None else torch.nn.functional.pad(value, (0, 0, 0, longest - value.shape[1]))
+
+    def mask(part: Context) -> Tensor:
+        own = part.mask if part.mask is not None else torch.ones(tensor(part).shape[:2], dtype=torch.long, device=tensor(part).device)
+        return torch.nn.functional.pad(own, (0, longest - own.shape[1]))
+
+    video = None if parts[0].video is None else torch.cat([padded(p.video) for p in parts])
+    audio = None if parts[0].audio is None else torch.cat([padded(p.audio) for p in parts])
+    return Context(video, audio, torch.cat([mask(p) for p in parts]) if ragged else None)
+
+
+class ContextStore(Protocol):
+    """Gives the context of a caption; the trainer has one (connectors run once per caption)."""
+
+    def batch(self, keys: Sequence[str]) -> Context: ...
+
+
+class Batches:
+    """Batches by (step, micro-step), loaded ahead by threads; order and content are the sampler's alone.
+
+    with_audio: fill silence with zeros even where a whole batch has none, so that every rank runs the same network.
+    """
+
+    def __init__(
+        self, dataset: TrainingDataset, sampler: BucketSampler, contexts: ContextStore, *, workers: int = 2, rank: int = 0, world: int = 1, caption_dropout: float = 0.0, with_audio: bool = True
+    ) -> None:
+        self.dataset, self.sampler, self.contexts = dataset, sampler, contexts
+        self.rank, self.world, self.dropout = rank, world, caption_dropout
+        self.template = dataset.audio_grid if with_audio else None
+        if caption_dropout > 0 and dataset.empty_text() is None:
+            raise DataError("data.empty_caption", "Caption dropout needs the empty caption, which this cache lacks.", "Preprocess again with caption_dropout set, or set it to 0.")
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="load-batches") if workers else None
+        self._ahead = max(1, workers)
+        self._waiting: dict[tuple[int, int], Future[list[Item]]] = {}
+
+    def get(self, step: int, micro: int = 0) -> Batch:
+        """The batch of a micro-step; the following ones are loaded meanwhile."""
+        items = self._items(step, micro)
+        dropped = self.sampler.dropped(self.dropout, step, micro, self.rank, self.world)
+        keys = [self.dataset.empty_text() if drop else item.text for item, drop in zip(items, dropped)]
+        return collate(items, self.contexts.batch(keys), self.template)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _items(self, step: int, micro: int) -> list[Item]:
+        if self._pool is None:
+            return self._load(step, micro)
+        upcoming = list(self._following(step, micro))
+        for key in list(self._waiting):
+            if key not in upcoming:
+                self._waiting.pop(key).cancel()
+        for key in upcoming:
+            if key not in self._waiting:
+                self._waiting[key] = self._pool.submit(self._load, *key)
+        return self._waiting.pop((step, micro)).result()
+
+    def _following(self, step: int, micro: int) -> Iterator[tuple[int, int]]:
+        for _ in range(self._ahead + 1):
+            yield step, micro
+            micro += 1
+            if micro == self.sampler.accumulation:
+                step, micro = step + 1, 0
+
+    def _load(self, step: int, micro: int) -> list[Item]:
+        return [self.dataset.item(i) for i in self.sampler.batch_ids(step, micro, self.rank, self.world)]
+
+
+def make_sampler(dataset: TrainingDataset, section: DataSection, *, batch_size: int, accumulation: int, seed: int) -> BucketSampler:
+    """The sampler of a dataset under a section's stages."""
+    stages = [Stage(s.from_step, s.max_tokens) for s in section.stages]
+    return BucketSampler(dataset.units(), batch_size=batch_size, accumulation=accumulation, seed=seed, stages=stages)

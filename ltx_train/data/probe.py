@@ -1,0 +1,526 @@
+"""What a file holds, from its headers: kind, upright size, rate, frames, rotation, colour, sound."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .findings import Finding, MediaError
+from .sources import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, MemoryClip
+
+if TYPE_CHECKING:
+    import av
+
+STILL_RATE = Fraction(24)
+STANDARD_RATES = tuple(Fraction(n, d) for n, d in ((24000, 1001), (24, 1), (25, 1), (30000, 1001), (30, 1), (48, 1), (50, 1), (60000, 1001), (60, 1), (120, 1)))
+HDR_TRANSFERS = {16: "pq", 18: "hlg"}
+
+
+@dataclass(frozen=True)
+class Orientation:
+    """How stored pixels are turned upright: mirrored left-right first, then ``degrees`` clockwise (0, 90, 180, 270)."""
+
+    degrees: int = 0
+    mirrored: bool = False
+
+    @property
+    def swaps(self) -> bool:
+        """True when width and height change places."""
+        return self.degrees in (90, 270)
+
+    @property
+    def upright(self) -> bool:
+        return self.degrees == 0 and not self.mirrored
+
+    @classmethod
+    def of_matrix(cls, a: int, b: int, c: int, d: int) -> Orientation:
+        """From a display matrix (x' = a x + c y, y' = b x + d y), to the nearest quarter turn."""
+        mirrored = a * d - b * c < 0
+        angle = math.degrees(math.atan2(-b, -a) if mirrored else math.atan2(b, a))
+        return cls(round(angle / 90) % 4 * 90, mirrored)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Frames in time. start: seconds of the first frame; rate: frames a second at which they are read.
+
+    constant: every frame sits on its slot, so slot k is frame k. ordered: timestamps can be trusted.
+    """
+
+    start: float
+    rate: Fraction
+    frames: int
+    seconds: float
+    constant: bool = True
+    ordered: bool = True
+
+    def slots(self, rate: Fraction) -> int:
+        """Frames available when read at another rate."""
+        return self.frames if rate == self.rate else max(1, math.floor(self.seconds * float(rate) + 0.01))
+
+
+@dataclass(frozen=True)
+class SoundInfo:
+    """One sound stream. start: seconds of its first sample on the file's clock; seconds: its length."""
+
+    stream: int
+    sample_rate: int
+    channels: int
+    layout: str
+    seconds: float
+    start: float = 0.0
+    codec: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one file holds.
+
+    width, height: upright and with square pixels (what a player shows). coded_width, coded_height: as stored.
+    """
+
+    path: Path | None
+    kind: Literal["video", "image", "audio"]
+    size: int
+    width: int = 0
+    height: int = 0
+    coded_width: int = 0
+    coded_height: int = 0
+    timeline: Timeline | None = None
+    orientation: Orientation = Orientation()
+    sample_aspect: Fraction = Fraction(1)
+    codec: str = ""
+    pixel_format: str = ""
+    bits: int = 8
+    transfer: str = "sdr"
+    interlaced: bool = False
+    alpha: bool = False
+    animated: bool = False  # a GIF, WebP or APNG: decoded by Pillow
+    stream: int = 0
+    sound: SoundInfo | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def frames(self) -> int:
+        return self.timeline.frames if self.timeline else 0
+
+    @property
+    def fps(self) -> float:
+        return float(self.timeline.rate) if self.timeline else 0.0
+
+    @property
+    def seconds(self) -> float:
+        if self.timeline:
+            return self.timeline.seconds
+        return self.sound.seconds if self.sound else 0.0
+
+
+def probe(source: Path | MemoryClip) -> Probe:
+    """Read the headers of a file (or of a ComfyUI clip).
+
+    Raises MediaError with a finding code when the file cannot be used at all.
+    """
+    if isinstance(source, MemoryClip):
+        return _probe_memory(source)
+    path = Path(source)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise MediaError("media.missing", f"There is no readable file {path.name}: {error.strerror}.") from error
+    if size == 0:
+        raise MediaError("media.empty", f"{path.name} is empty.")
+    with open(path, "rb") as file:
+        head = file.read(64)
+    found = _probe_still(path, size) if is_still(head) else _probe_av(path, size)
+    return _with_extension(found)
+
+
+def is_still(head: bytes) -> bool:
+    """True for files Pillow reads: PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF, JPEG 2000."""
+    if head[4:8] == b"ftyp":
+        return head[8:12] in (b"avif", b"avis", b"mif1")
+    starts = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ", b"P5", b"P6")
+    return head.startswith(starts) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
+def _with_extension(found: Probe) -> Probe:
+    extension = found.path.suffix.lower()
+    expected = {"image": IMAGE_EXTENSIONS | {".gif"}, "audio": AUDIO_EXTENSIONS | VIDEO_EXTENSIONS, "video": VIDEO_EXTENSIONS | {".webp", ".png", ".apng", ".avif"}}[found.kind]
+    if extension in expected and not (found.kind == "video" and not found.animated and extension in IMAGE_EXTENSIONS):
+        return found
+    message = f"{found.path.name} holds {found.codec} {found.kind}, not what {extension or 'no extension'} says"
+    return replace(found, findings=(Finding("media.extension", message), *found.findings))
+
+
+def _probe_memory(clip: MemoryClip) -> Probe:
+    sound = None
+    if clip.waveform is not None and clip.waveform.shape[-1]:
+        channels, length = clip.waveform.shape[-2:] if clip.waveform.ndim > 1 else (1, clip.waveform.shape[-1])
+        sound = SoundInfo(0, clip.sample_rate, channels, f"{channels} channels", length / clip.sample_rate)
+    if clip.frames is None:
+        if sound is None:
+            raise MediaError("media.no_frames", f"{clip.name} holds neither frames nor sound.")
+        return Probe(None, "audio", 0, sound=sound, codec="memory")
+    count, height, width, depth = clip.frames.shape
+    if count == 1:
+        line = Timeline(0.0, STILL_RATE, 1, 1 / float(STILL_RATE))
+    else:
+        rate = exact_rate(clip.fps)
+        line = Timeline(0.0, rate, count, count / float(rate))
+    findings = () if depth != 4 else (Finding("media.alpha", "the picture has transparency"),)
+    kind = "image" if count == 1 else "video"
+    return Probe(None, kind, 0, width, height, width, height, line, codec="memory", alpha=depth == 4, sound=sound if count > 1 else None, findings=findings)
+
+
+def exact_rate(fps: float) -> Fraction:
+    """The fraction a decimal rate stands for: 29.97 -> 30000/1001."""
+    for rate in STANDARD_RATES:
+        if abs(float(rate) - fps) < 2e-3:
+            return rate
+    return Fraction(fps).limit_denominator(100000)
+
+
+# -- stills ----------------------------------------------------------------------------------------------------------
+
+
+def _probe_still(path: Path, size: int) -> Probe:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            orientation = exif_orientation(image)
+            frames = getattr(image, "n_frames", 1) if image.format in ("GIF", "WEBP", "PNG", "AVIF") else 1
+            alpha = "A" in image.getbands() or "transparency" in image.info
+            line = _animation(image, frames) if frames > 1 else Timeline(0.0, STILL_RATE, 1, 1 / float(STILL_RATE))
+            mode, kind = image.mode, image.format.lower()
+            image.seek(0)
+            image.load()  # a truncated still shows itself only when read; stills are small
+    except UnidentifiedImageError as error:
+        raise MediaError("media.unreadable", f"{path.name} is no picture that can be read.") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        code = "media.truncated" if "truncated" in str(error).lower() else "media.unreadable"
+        raise MediaError(code, f"{path.name} cannot be read: {str(error)[:70]}") from error
+    findings = _turned(orientation)
+    if alpha:
+        findings.append(Finding("media.alpha", "the picture has transparency"))
+    if mode in ("1", "L", "LA", "I;16", "I", "F"):
+        findings.append(Finding("media.grey", f"grey picture ({mode})"))
+    if frames > 1 and not line.constant:
+        findings.append(Finding("media.variable_rate", f"frames last different times; read at {float(line.rate):.3f} fps"))
+    shown = (height, width) if orientation.swaps else (width, height)
+    bits = 16 if mode.startswith("I") else 8
+    return Probe(
+        path, "video" if frames > 1 else "image", size, *shown, width, height, line, orientation, Fraction(1), kind, mode, bits, alpha=alpha, animated=frames > 1, findings=tuple(findings)
+    )  # fmt: skip
+
+
+def exif_orientation(image: Any) -> Orientation:
+    """The orientation of EXIF tag 274: 2, 4, 5, 7 are mirrored."""
+    value = image.getexif().get(274, 1)
+    table = {1: (0, False), 2: (0, True), 3: (180, False), 4: (180, True), 5: (270, True), 6: (90, False), 7: (90, True), 8: (270, False)}
+    return Orientation(*table.get(value, (0, False)))
+
+
+def animation_times(image: Any, frames: int) -> list[float]:
+    """Start of each frame in seconds, and the end; browsers show frames of 10 ms or less for 100 ms."""
+    times = [0.0]
+    for n in range(frames):
+        image.seek(n)
+        if image.format == "WEBP":
+            image.load()  # the duration is known only once decoded
+        milliseconds = float(image.info.get("duration", 100) or 100)
+        times.append(times[-1] + (0.1 if milliseconds <= 10 else milliseconds / 1000))
+    return times
+
+
+def _animation(image: Any, frames: int) -> Timeline:
+    return timeline_of(animation_times(image, frames), None)
+
+
+# -- everything PyAV opens -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[av.container.InputContainer]:
+    """An open container; FFmpeg's errors become MediaError."""
+    import av
+
+    try:
+        # metadata may be in any encoding; the file itself must still open
+        container = av.open(str(path), metadata_errors="replace")
+    except (av.error.FFmpegError, ValueError, UnicodeError) as error:
+        raise MediaError("media.unreadable", f"{path.name} cannot be opened: {_words(error)}.") from error
+    try:
+        yield container
+    finally:
+        container.close()
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).split(":")[0][:60]
+
+
+def _pictures(container: Any) -> list[Any]:
+    """Video streams that move (cover art of a song is none)."""
+    from av.stream import Disposition
+
+    return [s for s in container.streams.video if not s.disposition & Disposition.attached_pic and s.codec_context is not None and s.codec_context.width]
+
+
+def default_stream(streams: list[Any]) -> Any | None:
+    """The stream a player takes: the one marked default, else the first."""
+    from av.stream import Disposition
+
+    marked = [s for s in streams if s.disposition & Disposition.default]
+    return (marked or streams or [None])[0]
+
+
+def _probe_av(path: Path, size: int) -> Probe:
+    with opened(path) as container:
+        pictures = _pictures(container)
+        sounds = [s for s in container.streams.audio if s.codec_context is not None and s.codec_context.sample_rate]
+        if not pictures and not sounds:
+            raise MediaError("media.no_frames", f"{path.name} holds no picture and no sound.")
+        findings: list[Finding] = []
+        if len(pictures) > 1 or len(sounds) > 1:
+            findings.append(Finding("media.streams", f"{len(pictures)} video and {len(sounds)} audio streams"))
+        video, audio = default_stream(pictures), default_stream(sounds)
+        times = _Times.read(path, container, video, audio, size)
+        sound = _sound(container, audio, times) if audio is not None else None
+        if video is None:
+            return Probe(path, "audio", size, sound=sound, codec=sound.codec, findings=tuple(findings))
+        return _picture(path, size, container, video, sound, times, findings)
+
+
+def _picture(path: Path, size: int, container: Any, video: Any, sound: SoundInfo | None, times: _Times, findings: list[Finding]) -> Probe:
+    context = video.codec_context
+    line = times.timeline
+    orientation = _orientation(path, container, video)
+    aspect = Fraction(video.sample_aspect_ratio or context.sample_aspect_ratio or 1)
+    aspect = aspect if Fraction(1, 10) < aspect < 10 else Fraction(1)
+    width, height = context.width, context.height
+    shown = (max(1, round(width * aspect)), height)
+    transfer = HDR_TRANSFERS.get(int(context.color_trc or 0), "sdr")
+    alpha = bool(context.format and any(c.is_alpha for c in context.format.components)) or video.metadata.get("alpha_mode") == "1"
+    bits = context.format.components[0].bits if context.format else 8
+    interlaced = str(getattr(context, "field_order", "")).lower() not in ("", "unknown", "progressive", "0", "1", "none")
+    findings += _turned(orientation)
+    if aspect != 1:
+        findings.append(Finding("media.sample_aspect", f"pixels are {aspect.numerator}:{aspect.denominator}"))
+    if not line.ordered:
+        findings.append(Finding("media.timestamps", "timestamps run backwards or are missing"))
+    elif not line.constant:
+        findings.append(Finding("media.variable_rate", f"frame times vary; read at {float(line.rate):.3f} fps"))
+    if interlaced:
+        findings.append(Finding("media.interlaced", "interlaced picture"))
+    if transfer != "sdr":
+        findings.append(Finding("media.hdr", f"{transfer.upper()} high dynamic range"))
+    if alpha:
+        findings.append(Finding("media.alpha", "the picture has transparency"))
+    shown = shown[::-1] if orientation.swaps else shown
+    return Probe(
+        path, "video", size, *shown, width, height, line, orientation, aspect, context.name, context.pix_fmt or "", bits, transfer, interlaced, alpha, False, video.index, sound, tuple(findings)
+    )  # fmt: skip
+
+
+def _turned(orientation: Orientation) -> list[Finding]:
+    if orientation.upright:
+        return []
+    return [Finding("media.rotated", f"stored turned by {orientation.degrees} degrees" + (", mirrored" if orientation.mirrored else ""))]
+
+
+def _sound(container: Any, audio: Any, times: _Times) -> SoundInfo:
+    context = audio.codec_context
+    seconds = float(audio.duration * audio.time_base) if audio.duration else times.sound_seconds
+    if not seconds and container.duration:
+        seconds = container.duration / 1e6
+    start = float(audio.start_time * audio.time_base) if audio.start_time is not None else 0.0
+    return SoundInfo(audio.index, context.sample_rate, context.layout.nb_channels, context.layout.name, seconds, start, context.name)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Time of the frames: from the index of the file where it has one, else from its packets (read, not decoded)."""
+
+    timeline: Timeline | None
+    sound_seconds: float
+
+    @classmethod
+    def read(cls, path: Path, container: Any, video: Any, audio: Any, size: int) -> _Times:
+        indexed = {"mov", "mp4", "avi"} & set(container.format.name.split(","))
+        if indexed and all(s is None or s.frames or s.duration for s in (video, audio)):
+            entries = getattr(video, "index_entries", None) if video is not None else None
+            for stream in (video, audio):
+                _check_whole(path, stream, size)
+            if video is None:
+                return cls(None, 0.0)
+            if video.frames and entries is not None and len(entries) >= video.frames:
+                base = video.time_base
+                times = [float(e.timestamp * base) for e in entries if not getattr(e, "is_discard", False)]
+                line = timeline_of([*times, times[0] + float(video.duration * base)] if video.duration and times else times, video.average_rate)
+                start = float(video.start_time * base) if video.start_time is not None else 0.0
+                return cls(replace(line, start=start), 0.0)
+            if video.frames and video.average_rate:  # an older PyAV does not show the index
+                rate = Fraction(video.average_rate)
+                start = float(video.start_time * video.time_base) if video.start_time is not None else 0.0
+                nominal = video.guessed_rate in (None, video.average_rate)
+                return cls(Timeline(start, rate, video.frames, video.frames / float(rate), nominal), 0.0)
+        return cls._from_packets(path, container, video, audio)
+
+    @classmethod
+    def _from_packets(cls, path: Path, container: Any, video: Any, audio: Any) -> _Times:
+        import av
+
+        wanted = [s for s in (video, audio) if s is not None]
+        pictures: list[float | None] = []
+        last, heard, first_sound = 0.0, 0.0, None
+        try:
+            for packet in container.demux(wanted):
+                if packet.size == 0:
+                    continue
+                stamp = packet.pts if packet.pts is not None else packet.dts
+                seconds = None if stamp is None else float(stamp * packet.time_base)
+                if packet.stream is video:
+                    pictures.append(seconds)
+                    last = float((packet.duration or 0) * packet.time_base)
+                elif seconds is not None:
+                    first_sound = seconds if first_sound is None else first_sound
+                    heard = max(heard, seconds + float((packet.duration or 0) * packet.time_base))
+        except av.error.FFmpegError as error:
+            if not pictures:
+                raise MediaError("media.truncated", f"{path.name} cannot be read to its end: {_words(error)}.") from error
+        sound_seconds = max(0.0, heard - (first_sound or 0.0))
+        if video is None:
+            return cls(None, sound_seconds)
+        if not pictures:
+            raise MediaError("media.no_frames", f"{path.name} holds a video stream without a picture.")
+        line = _packet_timeline(pictures, last, video.average_rate or video.guessed_rate)
+        _check_length(path, container, max(line.start + line.seconds, heard))
+        return cls(line, sound_seconds)
+
+
+def _packet_timeline(pictures: list[float | None], last: float, header_rate: Fraction | None) -> Timeline:
+    """Packets come in decoding order: a jump back of more than a second, or a missing time, means a broken clock."""
+    known = [t for t in pictures if t is not None]
+    broken = len(known) < len(pictures) or any(later < earlier - 1.0 for earlier, later in zip(known, known[1:])) or len(set(known)) < len(known)
+    if broken:
+        rate = Fraction(header_rate or 25)
+        return Timeline(known[0] if known else 0.0, rate, len(pictures), len(pictures) / float(rate), True, False)
+    ordered = sorted(known)
+    step = last or (float(1 / header_rate) if header_rate else 0.04)
+    return timeline_of([*ordered, ordered[-1] + step], header_rate)
+
+
+def _check_whole(path: Path, stream: Any, size: int) -> None:
+    entries = getattr(stream, "index_entries", None) if stream is not None else None
+    if entries is not None and len(entries):
+        end = max(e.pos + e.size for e in entries)
+        if end > size:
+            raise MediaError("media.truncated", f"{path.name} has {size:,} bytes of at least {end:,}: it is cut off.")
+
+
+def _check_length(path: Path, container: Any, end: float) -> None:
+    """Matroska states its length: far less than that means that the file is cut off."""
+    if container.duration and "matroska" in container.format.name:
+        stated = container.duration / 1e6
+        if end < stated - max(0.5, 0.02 * stated):
+            raise MediaError("media.truncated", f"{path.name} ends after {end:.1f} of {stated:.1f} seconds: it is cut off.")
+
+
+def timeline_of(times: list[float], header_rate: Fraction | None) -> Timeline:
+    """The timeline of frame starts in order, followed by the end of the last frame."""
+    frames = max(1, len(times) - 1)
+    seconds = max(times[-1] - times[0], 1e-6)
+    mean = frames / seconds
+    for rate in filter(None, (header_rate, exact_rate(mean), _rounded(mean))):
+        slack = max(0.0015, 0.3 / float(rate))
+        if all(abs(t - times[0] - n / float(rate)) <= slack for n, t in enumerate(times[:-1])):
+            return Timeline(times[0], Fraction(rate), frames, frames / float(rate), True)
+    near = min(STANDARD_RATES, key=lambda r: abs(float(r) - mean))
+    rate = near if abs(float(near) - mean) < 0.02 * mean else _rounded(mean)
+    return Timeline(times[0], rate, max(1, math.floor(seconds * float(rate) + 0.01)), seconds, False)
+
+
+def _rounded(mean: float) -> Fraction:
+    return Fraction(round(mean * 100), 100) if mean >= 0.01 else Fraction(1, 100)
+
+
+# -- rotation --------------------------------------------------------------------------------------------------------
+
+
+def _orientation(path: Path, container: Any, video: Any) -> Orientation:
+    if "mp4" in container.format.name:
+        return _mp4_orientation(path, video.id)
+    if "matroska" in container.format.name:
+        return _first_frame_orientation(path, video.index)
+    return Orientation()
+
+
+def _first_frame_orientation(path: Path, index: int) -> Orientation:
+    import av
+
+    with opened(path) as container:
+        try:
+            for frame in container.decode(container.streams[index]):
+                return frame_orientation(frame)
+        except av.error.FFmpegError:
+            pass  # a damaged start is named when the clip is read
+    return Orientation()
+
+
+def frame_orientation(frame: Any) -> Orientation:
+    """The display matrix that a decoded frame carries."""
+    for item in frame.side_data:
+        if "DISPLAYMATRIX" in str(item.type):
+            a, b, _, c, d = struct.unpack("<5i", bytes(item)[:20])
+            return Orientation.of_matrix(a, b, c, d)
+    return Orientation()
+
+
+def _boxes(file: Any, end: int) -> Iterator[tuple[bytes, int]]:
+    """Boxes of an MP4 level as (type, end); the file stands at the content of each."""
+    while file.tell() + 8 <= end:
+        start = file.tell()
+        size, kind = struct.unpack(">I4s", file.read(8))
+        if size == 1:
+            size = struct.unpack(">Q", file.read(8))[0]
+        stop = start + size if size else end
+        if size and size < 8:
+            return
+        yield kind, min(stop, end)
+        file.seek(stop)
+
+
+def _mp4_orientation(path: Path, track: int) -> Orientation:
+    """Matrix of the track header (ISO 14496-12, tkhd) of one track."""
+    with open(path, "rb") as file:
+        for kind, end in _boxes(file, os.fstat(file.fileno()).st_size):
+            if kind != b"moov":
+                continue
+            for inner, inner_end in _boxes(file, end):
+                if inner != b"trak":
+                    continue
+                for part, _ in _boxes(file, inner_end):
+                    if part == b"tkhd":
+                        found = _tkhd(file.read(104), track)
+                        if found is not None:
+                            return found
+    return Orientation()
+
+
+def _tkhd(data: bytes, track: int) -> Orientation | None:
+    wide = data[:1] == b"\1"
+    at = 4 + (16 if wide else 8)
+    if len(data) < at + 4 or struct.unpack(">I", data[at : at + 4])[0] != track:
+        return None
+    matrix = at + 4 + 4 + (8 if wide else 4) + 8 + 8
+    a, b, _, c, d = struct.unpack(">5i", data[matrix : matrix + 20])
+    return Orientation.of_matrix(a, b, c, d)

@@ -1,0 +1,434 @@
+"""Where clips come from: folders, dataset files, ComfyUI's lists, chains; each gives Samples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ..errors import DataError
+from ..section import Section
+from .findings import Finding
+from .texts import Text, caption_words, clean_prefix, read_rows, read_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VIDEO_EXTENSIONS = frozenset(".mp4 .m4v .mov .mkv .webm .avi .ts .mts .m2ts .mpg .mpeg .wmv .flv .3gp .ogv .mxf .gif .vob .y4m".split())
+IMAGE_EXTENSIONS = frozenset(".png .jpg .jpeg .webp .bmp .tif .tiff .avif .jfif .apng .jp2 .tga .ppm".split())
+AUDIO_EXTENSIONS = frozenset(".wav .mp3 .flac .ogg .opus .m4a .aac .wma .aif .aiff .oga".split())
+MEDIA_EXTENSIONS = VIDEO_EXTENSIONS | IMAGE_EXTENSIONS | AUDIO_EXTENSIONS
+ROLES = ("audio", "reference_video", "reference_audio", "video_mask", "audio_mask")
+"""The media a sample may have beside its clip."""
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "video": ("video", "media_path", "video_path", "media", "path", "file_path", "file", "file_name", "filename", "image", "image_path"),
+    "audio": ("audio", "audio_path"),
+    "reference_video": ("reference_video", "ref_media_path", "reference_path", "reference", "reference_image", "control_path", "control"),
+    "reference_audio": ("reference_audio", "ref_audio_path"),
+    "video_mask": ("video_mask", "mask_path", "mask"),
+    "audio_mask": ("audio_mask",),
+    "caption": ("caption", "text", "prompt", "description"),
+}
+"""Column names of each role, the official one first."""
+
+STEM_SUFFIXES = {"_reference": "reference_video", "_mask": "video_mask"}
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryClip:
+    """A clip that ComfyUI holds: frames [F,H,W,C] float 0..1 or uint8, waveform [channels, N] float, or either None."""
+
+    name: str
+    frames: Tensor | None = None
+    fps: float = 24.0
+    waveform: Tensor | None = None
+    sample_rate: int = 44100
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One clip of a dataset, as the user gave it.
+
+    id: unique and stable: the path inside the dataset, extension included. media: the video, image or sound file.
+    roles: further files by :data:`ROLES`. repeats: times an epoch. weight: factor on its loss.
+    buckets: a bucket set of its own dataset, or None. in_memory: a ComfyUI clip instead of a file.
+    """
+
+    id: str
+    media: Path | None
+    caption: str
+    roles: Mapping[str, Path] = field(default_factory=dict)
+    repeats: int = 1
+    weight: float = 1.0
+    in_memory: MemoryClip | None = None
+    findings: tuple[Finding, ...] = ()
+    buckets: str | None = None
+    dataset: str = ""
+
+    @property
+    def refused(self) -> bool:
+        return any(f.refused for f in self.findings)
+
+
+class Captions(Section):
+    """How captions are found and completed."""
+
+    policy: Literal["auto", "file_name", "trigger", "empty"] = Field(
+        "auto", description="auto: the caption file or column; file_name: words of the name; trigger: the trigger only; empty: no text."
+    )
+    missing: Literal["refuse", "file_name", "trigger", "empty"] = Field("refuse", description="What a clip without a caption gets; refuse leaves the clip out and says so.")
+    trigger: str = Field("", description="Put before every caption, with a space.")
+    remove_llm_prefixes: bool = Field(False, description="Strip openings such as 'This video shows'.")
+
+    def resolve(self, written: str | None, stem: str) -> tuple[str, Finding | None]:
+        """The training caption of a clip, and the finding when there is none."""
+        written = (written or "").strip()
+        how = self.policy
+        if how == "auto":
+            how = "written" if written else self.missing
+        text = {"written": written, "file_name": caption_words(stem)}.get(how, "")
+        if self.remove_llm_prefixes and how == "written":
+            text = clean_prefix(text)
+        if self.trigger and not text.startswith(self.trigger):
+            text = f"{self.trigger} {text}".strip()
+        if how == "refuse":
+            return text, Finding("caption.missing", "no caption: neither a text beside the clip nor a caption column")
+        if how == "trigger" and not self.trigger:
+            return "", Finding("caption.missing", "the caption policy is 'trigger' and no trigger word is set")
+        return text, None
+
+
+class DatasetSource(Section):
+    """What every source has: repeats, weight, buckets and captions of its own."""
+
+    name: str = Field("", description="A short name in the report; the folder's or file's name when empty.")
+    repeats: int = Field(1, ge=1, le=10000, description="Times an epoch each clip is seen.")
+    weight: float = Field(1.0, ge=0, le=100, description="Factor on the loss of these clips.")
+    resolution_buckets: str | None = Field(None, description="Buckets of this dataset alone, such as 768x512x49;512x512.")
+    captions: Captions = Captions()
+
+    def samples(self) -> list[Sample]:
+        """The clips in a stable order; raises DataError when there is nothing to read."""
+        raise AssertionError(f"{type(self).__name__} has no samples()")
+
+    def _finish(self, sample: Sample, written: str | None, stem: str) -> Sample:
+        caption, finding = self.captions.resolve(written, stem)
+        return replace(
+            sample,
+            caption=caption,
+            repeats=self.repeats * sample.repeats,
+            weight=self.weight * sample.weight,
+            buckets=self.resolution_buckets,
+            findings=sample.findings + ((finding,) if finding else ()),
+        )
+
+
+class FolderSource(DatasetSource):
+    """A folder, searched recursively, with captions beside the clips (.txt, .caption, .json)."""
+
+    kind: Literal["folder"] = "folder"
+    path: str = Field(description="The folder of clips.")
+    recursive: bool = Field(True, description="Search folders inside too.")
+    kohya_repeats: bool = Field(True, description="Folders named N_name repeat their clips N times.")
+    pair_audio: bool = Field(True, description="A sound file of the same stem is the sound of a video.")
+    reference_video: str | None = Field(None, description="Folder with a reference of the same stem for each clip.")
+    reference_audio: str | None = Field(None, description="Folder with a reference sound of the same stem for each clip.")
+    video_mask: str | None = Field(None, description="Folder with a mask of the same stem for each clip.")
+    audio_mask: str | None = Field(None, description="Folder with a sound mask of the same stem for each clip.")
+    audio: str | None = Field(None, description="Folder with the sound of the same stem for each clip.")
+
+    def samples(self) -> list[Sample]:
+        root = Path(self.path).expanduser()
+        if not root.is_dir():
+            raise DataError("dataset.missing", f"There is no folder {root}.", "Give the folder that holds the clips.")
+        given = {role: Path(getattr(self, role)).expanduser() for role in ROLES if getattr(self, role)}
+        folders = {role: path if path.is_absolute() or path.is_dir() else root / path for role, path in given.items()}
+        listing = _Listing(root, self.recursive, skip=tuple(folders.values()))
+        if not listing.media:
+            raise DataError("dataset.empty", f"No clip was found in {root}.", f"Known extensions: {' '.join(sorted(MEDIA_EXTENSIONS))}")
+        paired = _Pairing(listing, self.pair_audio)
+        by_role = {role: _stems(folder) for role, folder in folders.items()}
+        repeats = _kohya_repeats(root, listing.media) if self.kohya_repeats else {}
+        return [self._sample(root, path, listing, paired, by_role, repeats) for path in paired.clips]
+
+    def _sample(self, root: Path, path: Path, listing: _Listing, paired: _Pairing, by_role: dict[str, dict[str, Path]], repeats: dict[str, int]) -> Sample:
+        relative = path.relative_to(root)
+        written, findings = listing.caption(path)
+        roles = dict(paired.roles.get(path, {}))
+        for role, stems in by_role.items():
+            match = stems.get(relative.with_suffix("").as_posix()) or stems.get(relative.stem)
+            if match is None:
+                findings.append(Finding("role.unpaired", f"no {role} of the stem {relative.stem}"))
+            else:
+                roles[role] = match
+        count = repeats.get(relative.parts[0], 1) if len(relative.parts) > 1 else repeats.get("", 1)
+        if count > 1:
+            findings.append(Finding("repeats.folder", f"{count} repeats from the folder's name"))
+        sample = Sample(relative.as_posix(), path, "", roles, count, findings=tuple(findings), dataset=self.name or root.name)
+        return self._finish(sample, written, path.stem)
+
+
+class TableSource(DatasetSource):
+    """A CSV, JSON or JSONL file with the official columns (video or media_path, audio, caption, roles)."""
+
+    kind: Literal["table"] = "table"
+    path: str = Field(description="The dataset file; relative paths in it start at its folder.")
+    caption_column: str | None = Field(None, description="Column of the caption; None tries caption, text, prompt, description.")
+    video_column: str | None = Field(None, description="Column of the clip; None tries video, media_path and their like.")
+
+    def samples(self) -> list[Sample]:
+        path = Path(self.path).expanduser()
+        if not path.is_file():
+            raise DataError("dataset.missing", f"There is no dataset file {path}.", "Give a .csv, .json or .jsonl file.")
+        rows = read_rows(path)
+        if not rows:
+            raise DataError("dataset.empty", f"{path.name} holds no rows.", "A row needs a video (or media_path) and a caption.")
+        self._check_columns(path, rows)
+        encoding = read_text(path)
+        seen: dict[str, int] = {}
+        return [self._sample(path, row, encoding, seen) for row in rows]
+
+    def _check_columns(self, path: Path, rows: list[Any]) -> None:
+        known = sorted({name for row in rows for name in row.columns})
+        for wanted in (self.caption_column, self.video_column):
+            if wanted and known and wanted.lower() not in known:
+                raise DataError("dataset.column", f"{path.name} has no column {wanted}.", f"Its columns: {', '.join(known)}")
+
+    def _sample(self, path: Path, row: Any, text: Text, seen: dict[str, int]) -> Sample:
+        findings = [Finding("row.broken", row.fault)] if row.fault else []
+        if text.guessed:
+            findings.append(Finding("caption.guessed_encoding", f"{path.name} is not UTF-8; read as {text.encoding}"))
+        media = _cell_path(path, row.columns, "video", self.video_column)
+        roles = {role: found for role in ROLES if (found := _cell_path(path, row.columns, role, None))}
+        if media is None:
+            media = roles.pop("audio", None)  # a sound of its own
+        if media is None and not row.fault:
+            findings.append(Finding("row.no_media", f"row {row.number} names no media file"))
+        if media is not None and not media.is_file():
+            findings.append(Finding("media.missing", f"there is no file {media}"))
+        findings += [Finding("role.missing", f"{role}: there is no file {file}") for role, file in roles.items() if not file.is_file()]
+        name = _relative(media, path.parent) if media else f"row {row.number}"
+        seen[name] = seen.get(name, 0) + 1
+        identity = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        columns = row.columns
+        sample = Sample(
+            identity,
+            media,
+            "",
+            roles,
+            max(1, int(_number(columns.get("repeats"), 1))),
+            max(0.0, _number(columns.get("weight"), 1.0)),
+            findings=tuple(findings),
+            dataset=self.name or path.stem,
+        )
+        written = _cell(columns, "caption", self.caption_column)
+        return self._finish(sample, written, media.stem if media else name)
+
+
+class MemorySource(DatasetSource):
+    """Lists from ComfyUI's dataset nodes: one clip and one caption each (or one caption for all)."""
+
+    model_config = {**DatasetSource.model_config, "arbitrary_types_allowed": True}
+    kind: Literal["memory"] = "memory"
+    clips: list[MemoryClip] = Field(description="The clips.")
+    texts: list[str] = Field(default_factory=list, description="One caption a clip, or one for all.")
+
+    @model_validator(mode="after")
+    def _counts(self) -> MemorySource:
+        if len(self.texts) > 1 and len(self.texts) != len(self.clips):
+            raise ValueError(f"{len(self.texts)} captions for {len(self.clips)} clips: give one each, or one for all")
+        return self
+
+    def samples(self) -> list[Sample]:
+        texts = self.texts * len(self.clips) if len(self.texts) == 1 else self.texts or [""] * len(self.clips)
+        made = []
+        for n, (clip, text) in enumerate(zip(self.clips, texts)):
+            identity = f"{n:05d}-{clip.name}"
+            made.append(self._finish(Sample(identity, None, "", in_memory=clip, dataset=self.name or "memory"), text, clip.name))
+        return made
+
+
+class ChainSource(DatasetSource):
+    """Several datasets one after the other, each with its own repeats, weight, buckets and captions."""
+
+    kind: Literal["chain"] = "chain"
+    sources: list[FolderSource | TableSource | MemorySource | ChainSource] = Field(description="The datasets.")
+
+    def samples(self) -> list[Sample]:
+        made: list[Sample] = []
+        names: dict[str, int] = {}
+        for source in self.sources:
+            part = source.samples()
+            label = part[0].dataset if part else source.name
+            names[label] = names.get(label, 0) + 1
+            label = label if names[label] == 1 else f"{label}~{names[label]}"
+            made += [
+                replace(
+                    s,
+                    id=f"{label}/{s.id}",
+                    dataset=label,
+                    repeats=s.repeats * self.repeats,
+                    weight=s.weight * self.weight,
+                    buckets=s.buckets or self.resolution_buckets,
+                )
+                for s in part
+            ]
+        return made
+
+
+Source = FolderSource | TableSource | MemorySource | ChainSource
+
+
+def open_source(path: str | Path, **fields: Any) -> FolderSource | TableSource:
+    """The source of a path: a dataset file, a folder that holds one (dataset.json, metadata.jsonl...), or a folder of clips."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        names = [f"{stem}{ext}" for stem in ("dataset", "metadata") for ext in (".jsonl", ".json", ".csv")]
+        for name in names:
+            if (path / name).is_file() and any(_row_has_media(path / name, row.columns) for row in read_rows(path / name)):
+                return TableSource(path=str(path / name), **fields)
+        return FolderSource(path=str(path), **fields)
+    if not path.exists():
+        raise DataError("dataset.missing", f"There is no dataset at {path}.", "Give a folder of clips, or a .csv, .json or .jsonl file.")
+    if path.suffix.lower() not in (".csv", ".tsv", ".json", ".jsonl"):
+        raise DataError("dataset.kind", f"{path.name} is no dataset file.", "Give a folder of clips, or a .csv, .json or .jsonl file.")
+    return TableSource(path=str(path), **fields)
+
+
+def _row_has_media(table: Path, columns: Mapping[str, Any]) -> bool:
+    return any(_cell_path(table, columns, role, None) for role in ("video", "audio"))
+
+
+def _cell(columns: Mapping[str, Any], role: str, override: str | None) -> str | None:
+    for name in (override.lower(),) if override else COLUMNS[role]:
+        value = columns.get(name)
+        if isinstance(value, list):
+            value = ", ".join(str(v) for v in value)
+        if value is not None and str(value).strip():
+            return str(value).strip()
+    return None
+
+
+def _cell_path(table: Path, columns: Mapping[str, Any], role: str, override: str | None) -> Path | None:
+    value = _cell(columns, role, override)
+    if value is None:
+        return None
+    path = Path(value).expanduser()
+    found = path if path.is_absolute() else table.parent / path
+    if not found.exists() and "\\" in value:  # written on Windows, read elsewhere
+        found = table.parent / value.replace("\\", "/")
+    return found
+
+
+def _number(value: Any, default: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return default
+
+
+def _relative(path: Path, root: Path) -> str:
+    try:
+        return Path(os.path.relpath(path, root)).as_posix()
+    except ValueError:  # another drive on Windows
+        return path.as_posix()
+
+
+class _Listing:
+    """The media and caption files below a folder; hidden folders (caches among them) are left out."""
+
+    def __init__(self, root: Path, recursive: bool, skip: tuple[Path, ...] = ()) -> None:
+        self.media: list[Path] = []
+        self.texts: dict[str, Path] = {}
+        skipped = {s.resolve() for s in skip}
+        for folder, folders, files in os.walk(root, followlinks=True):
+            here = Path(folder)
+            folders[:] = sorted(d for d in folders if not d.startswith(".") and d != "__MACOSX" and (here / d).resolve() not in skipped) if recursive else []
+            for name in sorted(files):
+                if name.startswith("."):
+                    continue
+                extension = os.path.splitext(name)[1].lower()
+                if extension in MEDIA_EXTENSIONS:
+                    self.media.append(here / name)
+                elif extension in (".txt", ".caption", ".json"):
+                    self.texts[str(here / name)] = here / name
+
+    def caption(self, path: Path) -> tuple[str | None, list[Finding]]:
+        """The text beside a clip: ``clip.mp4.txt`` before ``clip.txt``; .txt, .caption, .json in this order."""
+        for base in (str(path), str(path.with_suffix(""))):
+            for extension in (".txt", ".caption", ".json"):
+                file = self.texts.get(base + extension)
+                if file is None:
+                    continue
+                text = read_text(file)
+                value = _sidecar_json(text.value) if extension == ".json" else text.value.strip()
+                findings = [Finding("caption.guessed_encoding", f"{file.name} is not UTF-8; read as {text.encoding}")] if text.guessed else []
+                if value:
+                    return value, findings
+        return None, []
+
+
+def _sidecar_json(text: str) -> str | None:
+    import json
+
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    if isinstance(data, str):
+        return data.strip()
+    return _cell({str(k).lower(): v for k, v in data.items()}, "caption", None) if isinstance(data, dict) else None
+
+
+class _Pairing:
+    """Which files are clips and which are roles of a clip of the same stem (name_reference.ext, name_mask.ext, name.wav)."""
+
+    def __init__(self, listing: _Listing, pair_audio: bool) -> None:
+        self.roles: dict[Path, dict[str, Path]] = {}
+        by_stem: dict[tuple[Path, str], list[Path]] = {}
+        for path in listing.media:
+            by_stem.setdefault((path.parent, path.stem), []).append(path)
+        taken: set[Path] = set()
+        for path in listing.media:
+            for suffix, role in STEM_SUFFIXES.items():
+                owners = by_stem.get((path.parent, path.stem.removesuffix(suffix))) if path.stem.endswith(suffix) else None
+                self._give(owners or [], role, path, taken)
+            if pair_audio and path.suffix.lower() in AUDIO_EXTENSIONS:
+                owners = [p for p in by_stem[(path.parent, path.stem)] if p.suffix.lower() in VIDEO_EXTENSIONS]
+                self._give(owners, "audio", path, taken)
+        self.clips = [path for path in listing.media if path not in taken]
+
+    def _give(self, owners: list[Path], role: str, path: Path, taken: set[Path]) -> None:
+        for owner in owners:
+            self.roles.setdefault(owner, {})[role] = path
+            taken.add(path)
+
+
+def _stems(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise DataError("dataset.missing", f"There is no folder {folder} to pair with.", "Give the folder that holds a file of the same stem for each clip.")
+    found: dict[str, Path] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in MEDIA_EXTENSIONS | {".pt"} and p.is_file()):
+        found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
+        found.setdefault(path.stem, path)
+    return found
+
+
+def _kohya_repeats(root: Path, media: list[Path]) -> dict[str, int]:
+    """Repeats by first-level folder where every one with clips is named N_name (so 2024_holiday alone among others is no count)."""
+
+    def count(name: str) -> int:
+        head, _, tail = name.partition("_")
+        return int(head) if head.isdecimal() and tail and 1 <= int(head) <= 500 else 0
+
+    firsts = {parts[0] if len(parts := path.relative_to(root).parts) > 1 else "" for path in media}
+    if firsts == {""}:
+        return {"": count(root.name)} if count(root.name) else {}
+    counts = {name: count(name) for name in firsts if name}
+    return counts if counts and "" not in firsts and all(counts.values()) else {}
+
