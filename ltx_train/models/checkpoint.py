@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,13 +14,11 @@ import torch
 
 from ..errors import CheckpointError
 from ..geometry import AudioGrid, VideoFactors
-from .checkpoint_parts import COMPONENTS, Part, find_parts, open_files
+from .checkpoint_parts import COMPONENTS, Part, find_parts, folder_parts, open_files
 from .families import FAMILIES, Family, TransformerConfig, detect_family, known_config, parse_config, transformer_config
 from .safetensors_file import SafetensorsFile, checked_path
 from .text_files import check_text_encoder, find_tokenizer, text_encoder_folder
 from .weights import WeightSource
-
-_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Checkpoint:
     components: dict[str, Component]
     metadata: dict[str, str] = field(repr=False)
     tokenizer_path: Path | None = None
+    _fingerprints: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -85,6 +85,8 @@ class Checkpoint:
         found = parts.get("transformer")
         shapes = {b: f.spans[n].info.shape for f in found.files for b, n in found.names.items() if n in f.spans} if found else {}
         transformer = transformer_config(family, _logical(components["transformer"], shapes), config["transformer"]) if found else None
+        if found:
+            _check_plain_basis(family, found, components["transformer"])
         if "text_encoder" in parts:
             check_text_encoder(family, parts, components)
         metadata = {k: v for p in reversed(_by_rank(parts)) for f in p.files for k, v in f.metadata.items()}
@@ -99,7 +101,7 @@ class Checkpoint:
         """The tensors of a component. Raises CheckpointError naming the file that would supply it."""
         if not self.has(component):
             wanted = self.family.supplies.get(component)
-            if wanted is None:
+            if component not in self.family.components:
                 raise CheckpointError("checkpoint.no_component", f"{self.family.title} has no {component.replace('_', ' ')}.", "This family makes video only.")
             raise CheckpointError("checkpoint.missing_component", f"The {component.replace('_', ' ')} of {self.family.title} is missing.", f"Give {wanted}.")
         return self.components[component].source
@@ -147,22 +149,18 @@ class Checkpoint:
     def fingerprint_of(self, component: str) -> str:
         """16 hex digits of one component: names, shapes, config, sampled blocks of its tensors.
 
-        The same for a unified file and a split pack of the same weights; remembered for the process.
+        The same for a unified file and a split pack of the same weights.
         """
-        source = self.source(component)
-        stats = tuple((str(p), (s := p.stat()).st_size, s.st_mtime_ns) for p in source.paths)
-        memory = source.store.__dict__.setdefault("fingerprints", {})
-        key = (component, stats, str(self.tokenizer_path))
-        if key not in memory:
-            memory[key] = self._fingerprint(component, source)
-        return memory[key]
+        if component not in self._fingerprints:
+            self._fingerprints[component] = self._fingerprint(component, self.source(component))
+        return self._fingerprints[component]
 
     def _fingerprint(self, component: str, source: WeightSource) -> str:
         section = {"transformer": "transformer", "connectors": "transformer", "video_vae": "vae"}.get(component, component)
-        extra = [repr(sorted((self.config.get(section) or {}).items()))]
+        extra = [json.dumps(self.config.get(section) or {}, sort_keys=True)]
         if component == "text_encoder" and self.tokenizer_path is not None:
             extra += _tokenizer_digests(self.tokenizer_path)
-        return _digest(component, *extra, source.sampled_digest(_BLOCK))
+        return _digest(component, *extra, source.sampled_digest())
 
 
 def _digest(*texts: str) -> str:
@@ -180,7 +178,10 @@ def _gather(paths: tuple[str | Path, ...], **given: str | Path | None) -> dict[s
         raise CheckpointError("checkpoint.missing_file", "No model file was given.", "Give the LTX checkpoint (.safetensors).")
     parts: dict[str, Part] = {}
     for path in paths:
-        for part in find_parts(_model_files(path)):
+        place = checked_path(path)
+        explicit = {role for role, other in given.items() if other is not None}
+        found = folder_parts(place, explicit) if place.is_dir() else find_parts([SafetensorsFile.open(place)])
+        for part in found:
             other = parts.get(part.component)
             if other is not None:
                 names = f"{other.files[0].path.name} and {part.files[0].path.name}"
@@ -191,7 +192,7 @@ def _gather(paths: tuple[str | Path, ...], **given: str | Path | None) -> dict[s
     for role, path in given.items():
         if path is None:
             continue
-        files = open_files(text_encoder_folder(path)) if role == "text_encoder" else _model_files(path)
+        files = open_files(text_encoder_folder(path)) if role == "text_encoder" else [SafetensorsFile.open(path)]
         parts.update(_role_parts(role, find_parts(files)))
     if not (set(parts) - {"text_encoder", "text_projection"}) and "text_encoder" in parts and paths:
         raise _is_text_encoder(parts["text_encoder"])
@@ -202,14 +203,6 @@ def _is_text_encoder(part: Part) -> CheckpointError:
     return CheckpointError(
         "checkpoint.is_text_encoder", f"{part.files[0].path.name} is a text encoder, not an LTX model.", "Give it as the text encoder, and the LTX checkpoint as the model."
     )
-
-
-def _model_files(path: str | Path) -> list[SafetensorsFile]:
-    place = checked_path(path)
-    if place.is_dir():
-        names = ", ".join(sorted(p.name for p in place.glob("*.safetensors"))[:5]) or "none"
-        raise CheckpointError("checkpoint.is_folder", f"{place.name} is a folder; a model is one .safetensors file.", f"Model files in it: {names}.")
-    return [SafetensorsFile.open(place)]
 
 
 def _role_parts(role: str, found: list[Part]) -> dict[str, Part]:
@@ -280,6 +273,18 @@ def _mixed(family: Family, part: Part, component: str) -> CheckpointError:
     what = component.replace("_", " ")
     wanted = family.supplies.get(component, "no such file: this family makes video only")
     return CheckpointError("checkpoint.mixed", f"{part.files[0].path.name}: its {what} is not of {family.title}.", f"All files must be of one family. Wanted: {wanted}.")
+
+
+def _check_plain_basis(family: Family, part: Part, component: Component) -> None:
+    """Refuse LTX-Video fp8 files that declare nothing: the vendor's are made for q8_kernels, in a rotated basis."""
+    store = component.source.store
+    if family.audio or store.declared or any(n.endswith(("scaled_fp8", ".comfy_quant")) for n in store.where):
+        return
+    if any("float8" in str(store.info(s).dtype) for s in part.names.values()):
+        raise CheckpointError(
+            "checkpoint.quant_format", f"{part.files[0].path.name}: an LTX-Video fp8 file made for q8_kernels cannot be read exactly.",
+            f"Get the bf16 file: {family.supplies['transformer']}.",
+        )  # fmt: skip
 
 
 def _config(family: Family, parts: Mapping[str, Part]) -> dict[str, Any]:

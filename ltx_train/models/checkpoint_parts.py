@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +64,41 @@ def find_parts(files: Iterable[SafetensorsFile]) -> list[Part]:
     return parts
 
 
+_PACK_FOLDERS = (".", "checkpoints", "diffusion_models", "unet", "text_encoders", "clip", "vae")
+
+
+def folder_parts(folder: Path, explicit: Container[str] = ()) -> list[Part]:
+    """The components of a folder that holds one model: a split pack with ComfyUI's subfolders, or all files beside each other.
+
+    explicit: components whose file is given elsewhere, of which the folder may hold several.
+    Raises CheckpointError when a component is there twice, or nothing is.
+    """
+    if (folder / "model_index.json").exists():
+        raise CheckpointError("checkpoint.diffusers", f"{folder.name} is in the diffusers layout, which is not read.", _COMFYUI_FILE)
+    found: dict[str, list[Part]] = {}
+    for path in (p for sub in _PACK_FOLDERS for p in sorted((folder / sub).glob("*.safetensors"))):
+        try:
+            parts = find_parts([SafetensorsFile.open(path)])
+        except CheckpointError as error:
+            if error.code in ("checkpoint.is_lora", "checkpoint.is_other", "checkpoint.family"):
+                continue  # a pack's LoRAs and upscalers lie beside its models
+            raise
+        for part in parts:
+            found.setdefault(part.component, []).append(part)
+    if not found:
+        raise CheckpointError("checkpoint.is_folder", f"The folder {folder.name} holds no LTX model files.", f"Looked in it and in {', '.join(_PACK_FOLDERS[1:])}.")
+    for component, parts in found.items():
+        if len(parts) > 1 and component not in explicit:
+            names = ", ".join(p.files[0].path.name for p in parts)
+            raise CheckpointError(
+                "checkpoint.duplicate", f"The folder {folder.name} holds the {component.replace('_', ' ')} {len(parts)} times.", f"{names}: give the file itself instead of the folder."
+            )
+    return [parts[0] for parts in found.values()]
+
+
+_COMFYUI_FILE = "Get the single .safetensors file the vendor publishes for ComfyUI."
+
+
 def _refuse(names: list[str], files: tuple[SafetensorsFile, ...], label: str) -> None:
     if not names:
         raise CheckpointError("checkpoint.empty", f"{label} holds no tensors.", "Download the file again.")
@@ -75,7 +110,7 @@ def _refuse(names: list[str], files: tuple[SafetensorsFile, ...], label: str) ->
         raise CheckpointError("checkpoint.is_other", f"{label} is a latent upscaler, not a model.", "Give the transformer or unified checkpoint.")
     if "proj_in.weight" in names and any(n.startswith(("time_embed.", "transformer_blocks.0.attn1.norm_q")) for n in names):
         raise CheckpointError(
-            "checkpoint.diffusers", f"{label} is in the diffusers layout, which is not read.", "Get the single .safetensors file the vendor publishes for ComfyUI."
+            "checkpoint.diffusers", f"{label} is in the diffusers layout, which is not read.", _COMFYUI_FILE
         )
 
 

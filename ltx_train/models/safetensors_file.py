@@ -1,13 +1,11 @@
-"""One safetensors file: its header, its tensors read one at a time, its fingerprint, and what can be wrong with it."""
+"""One safetensors file: its header, its tensors read one at a time, and what can be wrong with it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import struct
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -24,8 +22,6 @@ if hasattr(torch, "float8_e8m0fnu"):
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 _HEADER_LIMIT = 200_000_000
-_SAMPLE = 65536
-_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ def checked_path(path: str | Path) -> Path:
     text = str(path)
     if re.match(r"^[A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^/\\]", text):
         raise CheckpointError(
-            "checkpoint.url", f"A model path must be a file on this machine, not a web address: {_short(text)}",
+            "checkpoint.url", f"A model path must be a file on this machine, not a web address: {_short(text, 44)}",
             "Download the file first, then give its path. Nothing is downloaded on its own.",
         )  # fmt: skip
     path = Path(text).expanduser()
@@ -132,7 +128,7 @@ def checked_path(path: str | Path) -> Path:
     raise CheckpointError("checkpoint.missing_file", f"Model file not found: {_short(text)}", f"{text}\n{hint}")
 
 
-def _short(text: str, limit: int = 70) -> str:
+def _short(text: str, limit: int = 54) -> str:
     return text if len(text) <= limit else "..." + text[-limit:]
 
 
@@ -146,63 +142,16 @@ def _header_length(path: Path, start: bytes, size: int) -> int:
         )  # fmt: skip
     if start.startswith(b"GGUF"):
         raise CheckpointError("checkpoint.gguf", f"{name} is a GGUF file, which cannot be trained on.", "Get the BF16 .safetensors file of the same model.")
-    if start.startswith(b"PK\x03\x04") or start.startswith(b"\x80\x02"):
+    foreign = start[8:9] != b"{"  # else these bytes are only the header's length
+    if foreign and start.startswith((b"PK\x03\x04", b"\x80\x02")):
         raise CheckpointError("checkpoint.not_safetensors", f"{name} is a pickled .pt/.ckpt file, not safetensors.", "Get the .safetensors file; pickles can run code and are not read.")
-    if start.lstrip()[:1] == b"<":
+    if foreign and start.lstrip()[:1] == b"<":
         raise CheckpointError("checkpoint.not_safetensors", f"{name} is a web page, not a model file.", "The download saved an error or login page. " + _AGAIN)
     if len(start) < 9:
         raise CheckpointError("checkpoint.truncated" if size else "checkpoint.empty", f"{name} holds {size} bytes: it is no model file.", _AGAIN)
     (length,) = struct.unpack("<Q", start[:8])
-    if start[8:9] != b"{" or length > _HEADER_LIMIT:
+    if foreign or length > _HEADER_LIMIT:
         raise CheckpointError("checkpoint.not_safetensors", f"{name} is not a safetensors file.", "Model files end in .safetensors. " + _AGAIN)
     if length + 8 > size:
         raise CheckpointError("checkpoint.truncated", f"{name} is cut short inside its header: {size:,} bytes.", "The download or copy did not finish. " + _AGAIN)
     return int(length)
-
-
-def file_fingerprint(path: str | Path, store: Path | None = None) -> str:
-    """16 hex digits of a big file's identity: its header, its size and sampled blocks.
-
-    Remembered by (path, size, mtime_ns) for the process, and in the JSON file ``store`` when given.
-    """
-    path = Path(path).resolve()
-    stat = path.stat()
-    if store is None:
-        return _sampled_digest(str(path), stat.st_size, stat.st_mtime_ns)
-    known = _read_store(store)
-    label = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
-    if label not in known:
-        known[label] = _sampled_digest(str(path), stat.st_size, stat.st_mtime_ns)
-        store.parent.mkdir(parents=True, exist_ok=True)
-        temp = store.with_suffix(store.suffix + ".tmp")
-        temp.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        temp.replace(store)
-    return known[label]
-
-
-def _read_store(store: Path | None) -> dict[str, str]:
-    if store is None or not store.exists():
-        return {}
-    try:
-        known = json.loads(store.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return {}  # a damaged cache costs a second of reading, nothing else
-    return known if isinstance(known, dict) else {}
-
-
-@lru_cache(maxsize=256)
-def _sampled_digest(path: str, size: int, mtime_ns: int) -> str:
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        head = min(length, _HEADER_LIMIT, max(0, size - 8))
-        digest.update(start + file.read(head))
-        body = size - 8 - head
-        if body <= _SAMPLE * _SAMPLES:
-            digest.update(file.read())
-        else:
-            for index in range(_SAMPLES):
-                file.seek(8 + head + (body - _SAMPLE) * index // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE))
-    return digest.hexdigest()[:16]

@@ -198,16 +198,20 @@ class WeightSource:
                 names[new] = stored
         return WeightSource(self.store, names)
 
-    def sampled_digest(self, block: int, samples: int = 24) -> str:
-        """Hex digest of names, shapes, dtypes, and the first ``block`` bytes of ``samples`` tensors spread over the source."""
+    def sampled_digest(self, block: int = 4096, samples: int = 96) -> str:
+        """Hex digest of names, shapes, dtypes, and the first ``block`` bytes of ``samples`` tensors spread over the source.
+
+        Matrices come first: what a merge or a fine-tune changes. About 400 kB are read, however large the file.
+        """
         digest = hashlib.sha256()
         names = sorted(self.names)
         for name in names:
             info = self.store.info(self.names[name])
             digest.update(f"{name}{list(info.shape)}{info.dtype}\n".encode())
-        picked = sorted({len(names) * i // samples for i in range(samples)} & set(range(len(names))))
-        for index in picked:
-            digest.update(self.store.where[self.names[names[index]]].peek(self.names[names[index]], block))
+        matrices = [n for n in names if len(self.store.info(self.names[n]).shape) > 1] or names
+        for index in sorted({len(matrices) * i // samples for i in range(samples)}):
+            stored = self.names[matrices[index]]
+            digest.update(self.store.where[stored].peek(stored, block))
         return digest.hexdigest()
 
     def _stored(self, name: str) -> str:
