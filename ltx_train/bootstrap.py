@@ -1,6 +1,6 @@
 """Starts a module of the engine by this file's absolute path: the interpreter may ignore PYTHONPATH, cwd and script folder.
 
-    python [-I] /any where/ltx_train/bootstrap.py worker --run DIR --kind train
+    python [-I] /any where/ltx_train/bootstrap.py worker DIR train
 """
 
 import importlib

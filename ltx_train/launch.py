@@ -202,26 +202,33 @@ class Child:
         if self._settled is None:
             status = self.run.read_status()
             code = status.exit_code if not status.live and status.exit_code is not None else self._raw_exit_code()
-            if status.live:
-                status = self._bury(status, code)
+            rank = 0
+            if self.launch.num_processes > 1 and code in (CRASH, STOPPED) and not self.run.requested("stop") and not self.attached:
+                # another rank died without a word; rank 0 saw a lost connection or the launcher's SIGTERM
+                rank, first = self._first_failed_rank() or (0, code)
+                code = code if 0 <= first <= OUT_OF_MEMORY else first
+            if status.live or code != status.exit_code:
+                status = self._bury(code, rank)
             self._settled = self._describe(status, code)
             if self._token is not None:
                 self.run.lock.release(self._token)
         return self._settled
 
     def _raw_exit_code(self) -> int | None:
-        code = None if self._popen is None else self._popen.poll()
-        if code == CRASH and self.launch.num_processes > 1:
-            # the launchers end with 1 whatever happened; their report names the first rank that failed
-            report = re.search(r"exitcode\s*:\s*(-?\d+)", "\n".join(self.run.tail(60)))
-            code = int(report.group(1)) if report else code
-        return code
+        return None if self._popen is None else self._popen.poll()
 
-    def _bury(self, status: Status, code: int | None) -> Status:
+    def _first_failed_rank(self) -> tuple[int, int] | None:
+        """(rank, exit code) of the process whose death made the launcher end the others, from its report in the log."""
+        report = "\n".join(self.run.tail(80)).rpartition("Root Cause")[2]
+        found = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", report, re.DOTALL)
+        return (int(found.group(1)), int(found.group(2))) if found else None
+
+    def _bury(self, code: int | None, rank: int) -> Status:
         """Write the end of a child that died without a word: ``lost`` after a native death, else ``failed``."""
         text = explain_exit(code)
+        text = replace(text, message=f"Rank {rank}: {text.message}") if rank else text
         state = "failed" if code in (CRASH, 2, OUT_OF_MEMORY) else "lost"
-        event = ErrorEvent(code="run.died", message=text.message, hint=text.hint, exit_code=CRASH if code is None else code)
+        event = ErrorEvent(code="run.died", message=text.message, hint=text.hint, exit_code=CRASH if code is None else code, rank=rank)
         log = EventLog(self.run.events_path)
         log.write(event)
         log.write(StateEvent(state=state, reason="run.died"))
@@ -235,8 +242,8 @@ class Child:
         return Outcome(
             state=status.state,
             exit_code=code,
-            message=error.message if told else text.message,
-            hint=(error.hint or text.hint) if told else text.hint,
+            message=error.message if error is not None else text.message,
+            hint=(error.hint or text.hint) if error is not None else text.hint,
             code=error.code if error is not None else "",
             error=error if told else None,
             log=() if code in (OK, STOPPED) else tuple(self.run.tail(30)),

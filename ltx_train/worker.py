@@ -50,9 +50,9 @@ _MEMORY_WORDS = (
 def main(argv: list[str] | None = None) -> int:
     """Entry of the child process; returns the exit code."""
     parser = argparse.ArgumentParser(prog="worker")
-    parser.add_argument("--run", required=True, type=Path)
-    parser.add_argument("--kind", required=True, choices=sorted(JOBS))
-    parser.add_argument("--job", type=Path)
+    parser.add_argument("run", type=Path, help="the run directory")
+    parser.add_argument("kind", choices=sorted(JOBS))
+    parser.add_argument("job", type=Path, nargs="?", help="the job file, if it is not the run's own")
     options = parser.parse_args(argv)
     faulthandler.enable()
     directory = RunDir(options.run)

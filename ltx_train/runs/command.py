@@ -27,9 +27,11 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 
 def worker_arguments(run: Path, kind: str, job: Path | None = None) -> list[str]:
-    """What follows the interpreter: the bootstrap by absolute path and the worker's own options."""
-    arguments = [str(BOOTSTRAP), "worker", "--run", str(run), "--kind", kind]
-    return arguments + (["--job", str(job)] if job is not None else [])
+    """What follows the interpreter: the bootstrap by absolute path and the worker's own words.
+
+    No options: the launchers' parsers would take ``--run`` for an abbreviation of one of theirs.
+    """
+    return [str(BOOTSTRAP), "worker", str(run), kind, *([str(job)] if job is not None else [])]
 
 
 def child_command(

@@ -6,6 +6,8 @@ import csv
 import importlib.util
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -277,16 +279,25 @@ def push_to_hub(run: RunDir, section: HubSection, card: ModelCard, lora: Path, *
         api = HfApi()
     try:
         address = api.create_repo(section.hub_model_id, exist_ok=True, private=section.private)
-        files: dict[str, Path | bytes] = {lora.name: lora, "README.md": card.text(section.hub_model_id, lora.name).encode()}
-        files |= {f"samples/{path.name}": path for path, _ in card.samples if path.exists()}
-        if run.job_path("train").exists():
-            files["training_config.yaml"] = _without_paths(run.job_path("train"))
-        for name, content in files.items():
-            api.upload_file(path_or_fileobj=content if isinstance(content, bytes) else str(content), path_in_repo=name, repo_id=section.hub_model_id)
+        with tempfile.TemporaryDirectory() as folder:
+            _collect(Path(folder), run, section, card, lora)
+            api.upload_folder(folder_path=folder, repo_id=section.hub_model_id, commit_message=f"{card.title}, step {card.steps or 0}")
     except Exception as error:  # the package raises its own, requests' and OS errors
         hint = f"{type(error).__name__}: {error}\nThe trained file is safe at {lora}."
         raise RunError("hub.push", f"The push to {section.hub_model_id} failed.", hint) from error
     return str(address)
+
+
+def _collect(folder: Path, run: RunDir, section: HubSection, card: ModelCard, lora: Path) -> None:
+    """What is uploaded, in one folder and so in one commit."""
+    shutil.copyfile(lora, folder / lora.name)
+    (folder / "README.md").write_text(card.text(section.hub_model_id or "", lora.name), encoding="utf-8")
+    for path, _ in card.samples:
+        if path.exists():
+            (folder / "samples").mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / "samples" / path.name)
+    if run.job_path("train").exists():
+        (folder / "training_config.yaml").write_bytes(_without_paths(run.job_path("train")))
 
 
 def _without_paths(config: Path) -> bytes:
