@@ -305,6 +305,8 @@ def _place(width: int, height: int, bucket: Bucket, options: ClipOptions, name: 
 
 def _notes(probe: Probe, bucket: Bucket, available: int, options: ClipOptions) -> tuple[Finding, ...]:
     notes = []
+    if probe.kind == "video" and bucket.frames == 1:
+        notes.append(Finding("bucket.as_still", f"{available} frames; the bucket {bucket} takes one"))
     ratio = (probe.width / probe.height) / bucket.aspect
     if not options.letterbox and max(ratio, 1 / ratio) > 1.5:
         notes.append(Finding("bucket.crop", f"{probe.width}x{probe.height} keeps {100 / max(ratio, 1 / ratio):.0f} % in {bucket.width}x{bucket.height}"))

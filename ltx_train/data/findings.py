@@ -52,6 +52,7 @@ CODES: dict[str, Kind] = {
     # buckets
     "bucket.too_short": Kind(True, "Add a bucket with fewer frames (8n+1), or lower the target rate."),
     "bucket.no_still": Kind(True, "Add a bucket of one frame, such as 768x512x1 (or 768x512)."),
+    "bucket.as_still": Kind(False, "The clip is too short for every bucket of several frames; one frame of it is used as a still."),
     "bucket.upscaled": Kind(False, "The clip is smaller than its bucket and is enlarged; a smaller bucket would be sharper."),
     "bucket.crop": Kind(False, "More than a third of the picture is cropped away: add a bucket of the clip's shape."),
     "frames.unused": Kind(False, "Only part of the clip is used: frame_selection all, uniform or sliding uses more."),

@@ -67,6 +67,7 @@ class PrecomputedDataset:
             raise DataError("precomputed.empty", f"No sample in {root} has all of: conditions, {', '.join(self.folders)}.", "Paths must agree: latents/a.pt with conditions/a.pt.")
         self.audio_grid = (audio_grid or AudioGrid(1)) if "audio" in self.folders else None
         self._units: list[Unit] | None = None
+        self._conditions = {f.name: f.condition for f in self._files}
 
     def _folders(self, directories: Mapping[str, str] | None) -> dict[str, Path]:
         if directories is not None:
@@ -148,7 +149,7 @@ class PrecomputedDataset:
 
     def features(self, key: str) -> TextFeatures:
         """Features of the valid tokens; V2 has 4096 + 2048 channels, V1 the same tensor twice, legacy one tensor for both."""
-        path = next(f.condition for f in self._files if f.name == key)
+        path = self._conditions[key]
         data = load_pt(path)
         mask = data.get("prompt_attention_mask")
         valid = None if mask is None else mask.reshape(-1).bool()

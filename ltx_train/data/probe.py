@@ -198,11 +198,11 @@ def _probe_still(path: Path, size: int) -> Probe:
             width, height = image.size
             orientation = exif_orientation(image)
             frames = getattr(image, "n_frames", 1) if image.format in ("GIF", "WEBP", "PNG", "AVIF") else 1
-            alpha = "A" in image.getbands() or "transparency" in image.info
             line = _animation(image, frames) if frames > 1 else Timeline(0.0, STILL_RATE, 1, 1 / float(STILL_RATE))
             mode, kind = image.mode, image.format.lower()
             image.seek(0)
             image.load()  # a truncated still shows itself only when read; stills are small
+            alpha = _transparent(image)
     except UnidentifiedImageError as error:
         raise MediaError("media.unreadable", f"{path.name} is no picture that can be read.") from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
@@ -220,6 +220,13 @@ def _probe_still(path: Path, size: int) -> Probe:
     return Probe(
         path, "video" if frames > 1 else "image", size, *shown, width, height, line, orientation, Fraction(1), kind, mode, bits, alpha=alpha, animated=frames > 1, findings=tuple(findings)
     )  # fmt: skip
+
+
+def _transparent(image: Any) -> bool:
+    """True when some pixel is not opaque (many files have an alpha channel of nothing but 255)."""
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return False
+    return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
 
 
 def exif_orientation(image: Any) -> Orientation:

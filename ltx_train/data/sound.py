@@ -100,7 +100,7 @@ def _blocks(path: Path, info: SoundInfo, start: float) -> Iterator[_Block]:
         resampler, clock = None, None
         try:
             for frame in container.decode(stream):
-                resampler = resampler or av.AudioResampler(format="fltp", layout=frame.layout, rate=frame.sample_rate)
+                resampler = resampler or av.AudioResampler(format="flt", layout=frame.layout, rate=frame.sample_rate)
                 seconds = clock if frame.pts is None else float(frame.pts * frame.time_base)
                 seconds = info.start if seconds is None else seconds
                 for part in _planar(resampler, frame):
@@ -116,4 +116,5 @@ def _blocks(path: Path, info: SoundInfo, start: float) -> Iterator[_Block]:
 def _planar(resampler: Any, frame: Any) -> Iterator[np.ndarray]:
     frame.pts = None  # the times are ours
     for part in resampler.resample(frame):
-        yield part.to_ndarray()
+        # interleaved, because PyAV reads past the planes of 8 channels
+        yield part.to_ndarray().reshape(-1, len(part.layout.channels)).T

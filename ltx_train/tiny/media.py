@@ -1,0 +1,519 @@
+"""Synthetic clips: frames that say their number, colours and tones, and a corpus of every awkward kind with what must be read."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BITS = 8
+LEFT, RIGHT = (200, 40, 40), (40, 40, 200)
+"""Colours of the lower half: left and right, so that turns and mirrors show."""
+
+
+def counter_frame(number: int, width: int = 128, height: int = 96, left: tuple[int, int, int] = LEFT, right: tuple[int, int, int] = RIGHT) -> np.ndarray:
+    """[H, W, 3] uint8: the number as 8 black or white cells along the upper half, two colours below, a moving green block.
+
+    Read back with :func:`read_counter`, even after scaling and lossy coding.
+    """
+    frame = np.empty((height, width, 3), np.uint8)
+    middle = height // 2
+    for bit in range(BITS):
+        low, high = bit * width // BITS, (bit + 1) * width // BITS
+        frame[:middle, low:high] = 235 if number >> (BITS - 1 - bit) & 1 else 20
+    frame[middle:, : width // 2] = left
+    frame[middle:, width // 2 :] = right
+    size = max(2, height // 12)
+    at = number * 3 % max(1, width - size)
+    frame[height - size :, at : at + size] = (30, 220, 30)
+    return frame
+
+
+def read_counter(frame: Any) -> int:
+    """The number drawn by :func:`counter_frame`, from an upright frame of the whole picture."""
+    pixels = np.asarray(frame)
+    height, width = pixels.shape[:2]
+    row = pixels[height // 8 : height * 3 // 8].astype(np.float32).mean(axis=(0, 2))
+    number = 0
+    for bit in range(BITS):
+        low, high = bit * width // BITS, (bit + 1) * width // BITS
+        quarter = (high - low) // 4
+        number = number << 1 | int(row[low + quarter : high - quarter].mean() > 127)
+    return number
+
+
+def corner_colours(frame: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Mean colours of the lower left and lower right quarters (away from the edges)."""
+    pixels = np.asarray(frame).astype(np.float32)
+    height, width = pixels.shape[:2]
+    band = slice(height * 5 // 8, height * 13 // 16)
+    return pixels[band, width // 8 : width * 3 // 8].mean((0, 1)), pixels[band, width * 5 // 8 : width * 7 // 8].mean((0, 1))
+
+
+def tone(seconds: float, rate: int, channels: Sequence[float] = (440.0, 660.0), onset: float = 0.0, amplitude: float = 0.4) -> np.ndarray:
+    """[C, N] float32: one sine a channel (0 Hz is silence), silent before ``onset`` seconds."""
+    times = np.arange(round(seconds * rate)) / rate
+    wave_ = np.stack([amplitude * np.sin(2 * np.pi * f * times) for f in channels]).astype(np.float32)
+    wave_[:, times < onset] = 0
+    return wave_
+
+
+def frequency(samples: Any, rate: int) -> float:
+    """Hz of the strongest tone of [N] samples, to a fraction of a bin."""
+    values = np.asarray(samples, np.float64)
+    spectrum = np.abs(np.fft.rfft(values * np.hanning(len(values))))
+    peak = int(spectrum[1:-1].argmax()) + 1
+    below, at, above = np.log(spectrum[peak - 1 : peak + 2] + 1e-12)
+    return (peak + 0.5 * (below - above) / (below - 2 * at + above)) * rate / len(values)
+
+
+def onset(samples: Any, rate: int, level: float = 0.05) -> float:
+    """Seconds of the first sample above ``level``."""
+    loud = np.flatnonzero(np.abs(np.asarray(samples)) > level)
+    return float(loud[0]) / rate if len(loud) else float("inf")
+
+
+# -- coding ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a synthetic clip is stored: codec, pixel format, options, colour tags, rotation in degrees counter-clockwise."""
+
+    codec: str = "libx264"
+    pixel_format: str = "yuv420p"
+    options: dict[str, str] = field(default_factory=lambda: {"crf": "12", "preset": "ultrafast"})
+    container: dict[str, str] = field(default_factory=dict)
+    rotation: int = 0
+    sample_aspect: Fraction | None = None
+    tags: tuple[int, int, int, int] = (1, 1, 1, 1)  # matrix, primaries, transfer, range
+    audio_codec: str = "aac"
+    layout: str = "stereo"
+    audio_format: str = "fltp"
+
+
+def encode(
+    path: Path, frames: Iterable[np.ndarray], rate: Fraction | int, coding: Coding = Coding(), *, times: Sequence[float] | None = None, sound: np.ndarray | None = None, sound_rate: int = 48000, source: str = "rgb24"
+) -> Path:  # fmt: skip
+    """Write frames (in ``source`` format) and a sound [C, N] as ``coding`` says; ``times`` in seconds make a variable rate."""
+    import av
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rate, base = Fraction(rate), Fraction(1, 90000)
+    with av.open(str(path), "w", container_options=coding.container) as container:
+        video = None
+        audio = container.add_stream(coding.audio_codec, rate=sound_rate, layout=coding.layout) if sound is not None else None
+        for n, pixels in enumerate(frames):
+            if video is None:
+                video = _video_stream(container, pixels, rate, coding, base if times is not None else None)
+            frame = _frame(pixels, source, coding)
+            if times is not None:
+                frame.pts, frame.time_base = round(times[n] / base), base
+            else:
+                frame.pts, frame.time_base = n, 1 / rate
+            container.mux(video.encode(frame))
+        if video is not None:
+            container.mux(video.encode(None))
+        if audio is not None:
+            _encode_tone(container, audio, sound, sound_rate, coding)
+    return path
+
+
+def _video_stream(container: Any, pixels: np.ndarray, rate: Fraction, coding: Coding, base: Fraction | None) -> Any:
+    video = container.add_stream(coding.codec, rate=rate, options=dict(coding.options))
+    video.width, video.height, video.pix_fmt = pixels.shape[1], pixels.shape[0], coding.pixel_format
+    context = video.codec_context
+    if coding.pixel_format.startswith("yuv"):
+        context.colorspace, context.color_primaries, context.color_trc, context.color_range = coding.tags
+    if base is not None:
+        context.time_base = base
+    if coding.sample_aspect is not None:
+        context.sample_aspect_ratio = coding.sample_aspect
+    if coding.rotation:
+        video.set_display_rotation(coding.rotation)
+    return video
+
+
+def _frame(pixels: np.ndarray, source: str, coding: Coding) -> Any:
+    import av
+    from av.video.reformatter import Interpolation
+
+    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), source)
+    if source == coding.pixel_format:
+        return frame
+    matrix = {1: 1, 5: 5, 6: 5, 9: 9}.get(coding.tags[0], 1)
+    arguments: dict[str, Any] = {"format": coding.pixel_format, "interpolation": Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT}
+    if coding.pixel_format.startswith("yuv"):
+        arguments |= {"dst_colorspace": matrix, "dst_color_range": coding.tags[3], "src_color_range": 2}
+    return frame.reformat(**arguments)
+
+
+def _encode_tone(container: Any, stream: Any, sound: np.ndarray, rate: int, coding: Coding) -> None:
+    import av
+
+    resampler = av.AudioResampler(format=stream.codec_context.format.name if stream.codec_context.format else coding.audio_format, layout=coding.layout, rate=rate)
+    for start in range(0, sound.shape[1], 1024):
+        # interleaved: PyAV cannot fill more than eight planes
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound[:, start : start + 1024].T.reshape(1, -1)), format="flt", layout=coding.layout)
+        frame.sample_rate, frame.pts, frame.time_base = rate, start, Fraction(1, rate)
+        for part in resampler.resample(frame):
+            container.mux(stream.encode(part))
+    for part in resampler.resample(None):
+        container.mux(stream.encode(part))
+    container.mux(stream.encode(None))
+
+
+def counter_clip(path: Path, frames: int = 25, rate: Fraction | int = 24, *, width: int = 128, height: int = 96, sound: bool = False, first: int = 0) -> Path:
+    """A plain mp4 whose frame n shows the number first + n; with a 440/660 Hz tone if asked."""
+    wave_ = tone(frames / float(rate), 48000) if sound else None
+    return encode(path, (counter_frame(first + n, width, height) for n in range(frames)), Fraction(rate), sound=wave_)
+
+
+def write_pcm(path: Path, sound: np.ndarray, rate: int) -> Path:
+    """A 16-bit WAV of [C, N]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(sound.shape[0])
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.rint(sound.clip(-1, 1) * 32767).astype("<i2").T.tobytes())
+    return path
+
+
+def dataset(folder: Path, clips: int = 4, *, frames: int = 25, rate: Fraction | int = 24, width: int = 128, height: int = 96, sound: bool = True) -> Path:
+    """A folder of counter clips with captions: the smallest dataset that trains."""
+    colours = ("red", "green", "blue", "grey", "white")
+    for n in range(clips):
+        counter_clip(folder / f"clip{n}.mp4", frames, rate, width=width, height=height, sound=sound, first=8 * n)
+        (folder / f"clip{n}.txt").write_text(f"a {colours[n % len(colours)]} block moves over two colours, clip {n}", encoding="utf-8")
+    return folder
+
+
+# -- the corpus ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What reading a corpus file must give, at 24 frames a second and in whole pictures, or the finding that names it.
+
+    refused: the finding that makes it unusable. notes: findings that must be there. counters: the numbers of the first
+    frames read. fps: the true rate. shape: upright width x height. left, right: colours of the lower half.
+    tones: Hz of the two channels (0: silent). onset: seconds. tolerance: of colours, 0..255.
+    """
+
+    refused: str = ""
+    notes: tuple[str, ...] = ()
+    counters: tuple[int, ...] = ()
+    fps: float = 24.0
+    shape: tuple[int, int] = (128, 96)
+    left: tuple[int, int, int] | None = LEFT
+    right: tuple[int, int, int] | None = RIGHT
+    tones: tuple[float, float] | None = None
+    onset: float = 0.0
+    tolerance: float = 12.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One awkward kind: its file name, how it is written, what must be read."""
+
+    name: str
+    write: Callable[[Path], object]
+    expected: Expected
+
+
+def _plain(n: int = 25, **more: Any) -> list[np.ndarray]:
+    return [counter_frame(k, **more) for k in range(n)]
+
+
+def _simple(coding: Coding, rate: Fraction | int = 24, n: int = 25, **more: Any) -> Callable[[Path], object]:
+    return lambda path: encode(path, _plain(n), Fraction(rate), coding, **more)
+
+
+def _turned(rotation: int, mirrored: bool = False) -> Callable[[Path], object]:
+    """Stored so that the display matrix brings it upright: the picture is turned the other way first."""
+
+    def write(path: Path) -> object:
+        return encode(path, (np.rot90(f, -rotation // 90) for f in _plain()), Fraction(24), Coding(rotation=rotation))
+
+    return write
+
+
+FIRST9 = tuple(range(9))
+VFR = [n * 0.02 for n in range(20)] + [0.4 + n * 0.1 for n in range(20)]
+"""Twenty frames of 20 ms, then twenty of 100 ms."""
+
+
+def vfr_counters(rate: Fraction | int, count: int, times: Sequence[float] = VFR) -> tuple[int, ...]:
+    """The frame on screen at each slot of ``rate``: the last that began before it, with half a slot of slack."""
+    return tuple(max(n for n, t in enumerate(times) if t <= k / float(rate) + 0.5 / float(rate) + 1e-9) for k in range(count))
+
+
+def _cut(writer: Callable[[Path], object], share: float) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        writer(path)
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * share)])
+
+    return write
+
+
+def _exif(orientation: int) -> Callable[[Path], object]:
+    """A JPEG stored so that its EXIF orientation brings it upright."""
+    undo = {1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud, 5: lambda a: a.transpose(1, 0, 2), 6: lambda a: np.rot90(a, 1), 7: lambda a: np.rot90(a, 2).transpose(1, 0, 2), 8: lambda a: np.rot90(a, -1)}  # fmt: skip
+
+    def write(path: Path) -> None:
+        from PIL import Image
+
+        image = Image.fromarray(np.ascontiguousarray(undo[orientation](counter_frame(5))))
+        exif = Image.Exif()
+        exif[274] = orientation
+        image.save(path, quality=95, exif=exif)
+
+    return write
+
+
+def _still(mode: str, **save: Any) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        from PIL import Image
+
+        image = Image.fromarray(counter_frame(5))
+        if mode == "I;16":
+            grey = np.asarray(image.convert("L")).astype(np.uint16) * 257
+            image = Image.fromarray(grey)
+        elif mode == "half":  # left half transparent
+            pixels = np.dstack([np.asarray(image), np.full((96, 128), 255, np.uint8)])
+            pixels[48:, :64, 3] = 0
+            image = Image.fromarray(pixels)
+        else:
+            image = image.convert(mode) if mode != "P" else image.quantize(64)
+        image.save(path, **save)
+
+    return write
+
+
+def _animation(path: Path) -> None:
+    from PIL import Image
+
+    frames = [Image.fromarray(f) for f in _plain(12)]
+    options: dict[str, Any] = {"lossless": True} if path.suffix == ".webp" else {}
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=40, loop=0, **options)
+
+
+def _surround(layout: str, codec: str = "aac") -> Callable[[Path], object]:
+    """5.1 or 7.1 with tones in front left and front right only."""
+    channels = {"5.1": 6, "7.1": 8, "mono": 1, "quad": 4}[layout]
+    tones = [440.0, 660.0] + [0.0] * (channels - 2) if channels > 2 else [440.0]
+    return lambda path: encode(path, _plain(), Fraction(24), Coding(layout=layout, audio_codec=codec), sound=tone(25 / 24, 48000, tones), sound_rate=48000)
+
+
+def _with_tone(rate: int = 48000, seconds: float = 25 / 24, start: float = 0.25, **coding: Any) -> Callable[[Path], object]:
+    return lambda path: encode(path, _plain(), Fraction(24), Coding(**coding), sound=tone(seconds, rate, onset=start), sound_rate=rate)
+
+
+def _interlaced(path: Path) -> None:
+    """Each stored frame weaves two moments; the counter of both fields is the same, the block below differs."""
+    coding = Coding(options={"crf": "8", "preset": "ultrafast", "x264-params": "tff=1"})
+    encode(path, _plain(), Fraction(24), coding)
+
+
+HLG_GREY, PQ_GREY = 0.75, 0.5806888818740845
+"""Signals of 203 nits reference white in HLG (75 %) and PQ (58 %), ITU-R BT.2408."""
+
+
+def _hdr(transfer: int, signal: float) -> Callable[[Path], object]:
+    """A 10-bit HEVC clip whose lower half is neutral reference white."""
+
+    def write(path: Path) -> object:
+        frames = []
+        for n in range(25):
+            frame = counter_frame(n).astype(np.float32) / 255.0
+            frame[:48] *= 0.75
+            frame[48:] = signal
+            frames.append(np.rint(frame * 65535).astype(np.uint16))
+        coding = Coding("libx265", "yuv420p10le", {"crf": "8", "preset": "ultrafast", "x265-params": "log-level=none"}, tags=(9, 9, transfer, 1))
+        return encode(path, frames, Fraction(24), coding, source="rgb48le")
+
+    return write
+
+
+def _alpha_video(codec: str, pixel_format: str, options: dict[str, str]) -> Callable[[Path], object]:
+    """The left lower quarter is transparent."""
+
+    def write(path: Path) -> object:
+        frames = []
+        for n in range(25):
+            frame = np.dstack([counter_frame(n), np.full((96, 128), 255, np.uint8)])
+            frame[48:, :64, 3] = 0
+            frames.append(frame)
+        return encode(path, frames, Fraction(24), Coding(codec, pixel_format, options), source="rgba")
+
+    return write
+
+
+def _two_streams(path: Path) -> None:
+    """Two sound streams: the first, which is the default, has 440/660 Hz, the second 880 Hz."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("libx264", rate=24, options={"crf": "12", "preset": "ultrafast"})
+        video.width, video.height, video.pix_fmt = 128, 96, "yuv420p"
+        streams = [container.add_stream("aac", rate=48000, layout="stereo") for _ in range(2)]
+        for n in range(25):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(counter_frame(n), "rgb24")))
+        container.mux(video.encode(None))
+        for stream, tones in zip(streams, ((440.0, 660.0), (880.0, 880.0))):
+            _encode_tone(container, stream, tone(25 / 24, 48000, tones), 48000, Coding())
+
+
+def _text(path: Path) -> None:
+    path.write_text("this is no video at all, whatever the name says\n" * 20, encoding="utf-8")
+
+
+def _kinds_video() -> list[Kind]:
+    tagged = {"crf": "8", "preset": "ultrafast"}
+    e = Expected
+    return [
+        Kind("plain.mp4", _simple(Coding()), e(notes=("audio.none",), counters=FIRST9)),
+        Kind("fractional.mp4", _simple(Coding(), Fraction(24000, 1001)), e(counters=FIRST9, fps=24000 / 1001)),
+        Kind("ntsc.mkv", _simple(Coding(), Fraction(30000, 1001)), e(counters=FIRST9, fps=30000 / 1001)),
+        Kind("turned90.mp4", _turned(90), e(notes=("media.rotated",), counters=FIRST9)),
+        Kind("turned180.mp4", _turned(180), e(notes=("media.rotated",), counters=FIRST9)),
+        Kind("turned270.mov", _turned(270), e(notes=("media.rotated",), counters=FIRST9)),
+        Kind("turned90.mkv", _turned(90), e(notes=("media.rotated",), counters=FIRST9)),
+        Kind("variable.mp4", lambda p: encode(p, _plain(40), Fraction(50), times=VFR), e(notes=("media.variable_rate",), counters=vfr_counters(Fraction(431, 25), 9), fps=17.24)),
+        Kind("variable.mkv", lambda p: encode(p, _plain(40), Fraction(50), times=VFR), e(notes=("media.variable_rate",), counters=vfr_counters(Fraction(431, 25), 9), fps=17.24)),
+        Kind("interlaced.mp4", _interlaced, e(notes=("media.interlaced",), counters=FIRST9)),
+        Kind("wide_pixels.mp4", lambda p: encode(p, _plain(width=64), Fraction(24), Coding(sample_aspect=Fraction(2))), e(notes=("media.sample_aspect",), counters=FIRST9)),
+        Kind("odd.mkv", lambda p: encode(p, _plain(width=127, height=95), Fraction(24), Coding(pixel_format="yuv444p")), e(counters=FIRST9, shape=(127, 95))),
+        Kind("bt601.mp4", _simple(Coding(tags=(6, 6, 6, 1), options=tagged)), e(counters=FIRST9)),
+        Kind("full_range.mp4", _simple(Coding(tags=(1, 1, 1, 2), options=tagged)), e(counters=FIRST9)),
+        Kind("ten_bit.mp4", _simple(Coding("libx265", "yuv420p10le", {"crf": "8", "preset": "ultrafast", "x265-params": "log-level=none"})), e(counters=FIRST9)),
+        Kind("twelve_bit.mkv", _simple(Coding("libx265", "yuv422p12le", {"crf": "8", "preset": "ultrafast", "x265-params": "log-level=none"})), e(counters=FIRST9)),
+        Kind("hlg.mp4", _hdr(18, HLG_GREY), e(notes=("media.hdr",), counters=FIRST9, left=(228, 228, 228), right=(228, 228, 228))),
+        Kind("pq.mkv", _hdr(16, PQ_GREY), e(notes=("media.hdr",), counters=FIRST9, left=(228, 228, 228), right=(228, 228, 228))),
+        Kind("vp9.webm", _simple(Coding("libvpx-vp9", options={"crf": "10", "b": "0", "cpu-used": "8"})), e(counters=FIRST9)),
+        Kind("vp9_alpha.webm", _alpha_video("libvpx-vp9", "yuva420p", {"crf": "10", "b": "0", "cpu-used": "8"}), e(notes=("media.alpha",), counters=FIRST9, left=(0, 0, 0))),
+        Kind("prores_alpha.mov", _alpha_video("prores_ks", "yuva444p10le", {"profile": "4444"}), e(notes=("media.alpha",), counters=FIRST9, left=(0, 0, 0))),
+        Kind("animation_alpha.mov", _alpha_video("qtrle", "argb", {}), e(notes=("media.alpha",), counters=FIRST9, left=(0, 0, 0))),
+        Kind("prores.mov", _simple(Coding("prores_ks", "yuv422p10le", {})), e(counters=FIRST9)),
+        Kind("av1.mp4", _simple(Coding("libsvtav1", "yuv420p", {"crf": "20", "preset": "12"})), e(counters=FIRST9)),
+        Kind("hevc.mp4", _simple(Coding("libx265", options={"crf": "12", "preset": "ultrafast", "x265-params": "log-level=none"})), e(counters=FIRST9)),
+        Kind("ffv1.mkv", _simple(Coding("ffv1", "bgr0", {})), e(counters=FIRST9, tolerance=2)),
+        Kind("mpeg4.avi", _simple(Coding("mpeg4", options={"b": "4000000"}, tags=(6, 6, 6, 1))), e(counters=FIRST9)),
+        Kind("mjpeg.avi", _simple(Coding("mjpeg", "yuvj420p", {"q:v": "2"}, tags=(5, 1, 1, 2))), e(counters=FIRST9)),
+        Kind("transport.ts", _simple(Coding()), e(counters=FIRST9)),
+        Kind("fragmented.mp4", _simple(Coding(container={"movflags": "frag_keyframe+empty_moov"})), e(counters=FIRST9)),
+        Kind("animated.gif", _animation, e(counters=FIRST9, fps=25, tolerance=25)),
+        Kind("animated.webp", _animation, e(counters=FIRST9, fps=25, tolerance=3)),
+        Kind("animated.png", _animation, e(counters=FIRST9, fps=25, tolerance=1)),
+    ]
+
+
+def _kinds_sound() -> list[Kind]:
+    e = Expected
+    both = (440.0, 660.0)
+    return [
+        Kind("stereo.mp4", _with_tone(), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("rate_44100.mov", _with_tone(44100), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("rate_22050.mp4", _with_tone(22050), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("opus.webm", _with_tone(codec="libvpx-vp9", options={"crf": "20", "b": "0", "cpu-used": "8"}, audio_codec="libopus", audio_format="flt"), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("mp3.avi", _with_tone(codec="mpeg4", options={"b": "4000000"}, tags=(6, 6, 6, 1), audio_codec="libmp3lame"), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("pcm.mov", _with_tone(audio_codec="pcm_s16le", audio_format="s16"), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("mono.mp4", _surround("mono"), e(counters=FIRST9, tones=(440.0, 440.0))),
+        Kind("surround51.mp4", _surround("5.1"), e(counters=FIRST9, tones=both)),
+        Kind("surround71.mkv", _surround("7.1", "pcm_s16le"), e(counters=FIRST9, tones=both)),
+        Kind("short_sound.mp4", _with_tone(seconds=0.5, start=0.1), e(notes=("audio.short",), counters=FIRST9, tones=both, onset=0.1)),
+        Kind("long_sound.mp4", _with_tone(seconds=4.0), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("two_sounds.mkv", _two_streams, e(notes=("media.streams",), counters=FIRST9, tones=both)),
+        Kind("alone.wav", lambda p: write_pcm(p, tone(2.0, 44100, onset=0.25), 44100), e(left=None, right=None, tones=both, onset=0.25)),
+        Kind("alone_mono.flac", lambda p: encode(p, [], Fraction(24), Coding(audio_codec="flac", layout="mono", audio_format="s16"), sound=tone(2.0, 32000, [440.0], 0.25), sound_rate=32000), e(left=None, right=None, tones=(440.0, 440.0), onset=0.25)),
+        Kind("alone.mp3", lambda p: encode(p, [], Fraction(24), Coding(audio_codec="libmp3lame"), sound=tone(2.0, 44100, onset=0.25), sound_rate=44100), e(left=None, right=None, tones=both, onset=0.25)),
+    ]  # fmt: skip
+
+
+def _kinds_still() -> list[Kind]:
+    e = Expected
+    five = (5,)
+    return [
+        *[Kind(f"exif{n}.jpg", _exif(n), e(notes=("media.rotated",) if n > 1 else (), counters=five)) for n in range(1, 9)],
+        Kind("palette.png", _still("P"), e(counters=five, tolerance=16)),
+        Kind("grey.png", _still("L"), e(notes=("media.grey",), counters=five, left=None, right=None)),
+        Kind("grey16.png", _still("I;16"), e(notes=("media.grey",), counters=five, left=None, right=None)),
+        Kind("half.png", _still("half"), e(notes=("media.alpha",), counters=five, left=(0, 0, 0), tolerance=1)),
+        Kind("cmyk.jpg", _still("CMYK", quality=95), e(counters=five)),
+        Kind("still.webp", _still("RGB", lossless=True), e(counters=five, tolerance=1)),
+        Kind("still.bmp", _still("RGB"), e(counters=five, tolerance=1)),
+        Kind("still.tif", _still("RGB"), e(counters=five, tolerance=1)),
+        Kind("still.avif", _still("RGB", quality=90), e(counters=five)),
+    ]
+
+
+def _kinds_broken() -> list[Kind]:
+    e = Expected
+    return [
+        Kind("empty.mp4", lambda p: p.write_bytes(b""), e(refused="media.empty")),
+        Kind("text.mp4", _text, e(refused="media.unreadable")),
+        Kind("noise.mkv", lambda p: p.write_bytes(np.random.default_rng(3).bytes(5000)), e(refused="media.unreadable")),
+        Kind("cut.mp4", _cut(_simple(Coding()), 0.6), e(refused="media.unreadable")),
+        Kind("cut_faststart.mp4", _cut(_simple(Coding(container={"movflags": "+faststart"})), 0.7), e(refused="media.truncated")),
+        Kind("cut.mkv", _cut(_simple(Coding(), n=120), 0.4), e(refused="media.truncated")),
+        Kind("cut.png", _cut(_still("RGB"), 0.5), e(refused="media.truncated")),
+        Kind("cut.jpg", _cut(_exif(1), 0.4), e(refused="media.truncated")),
+        Kind("short.mp4", _simple(Coding(), n=5), e(refused="bucket.too_short")),
+        Kind("really_png.jpg", lambda p: _png_bytes(p), e(counters=(5,), tolerance=1)),
+        Kind("really_mp4.png", lambda p: _renamed(p, ".mp4"), e(notes=("media.extension",), counters=FIRST9)),
+        Kind("really_wav.mp4", lambda p: write_pcm(p, tone(2.0, 44100, onset=0.25), 44100), e(left=None, right=None, tones=(440.0, 660.0), onset=0.25)),
+        Kind("really_webm.mp4", lambda p: _renamed(p, ".webm", Coding("libvpx-vp9", options={"crf": "20", "b": "0", "cpu-used": "8"})), e(counters=FIRST9)),
+    ]
+
+
+def _png_bytes(path: Path) -> None:
+    from PIL import Image
+
+    Image.fromarray(counter_frame(5)).save(path, format="PNG")
+
+
+def _renamed(path: Path, extension: str, coding: Coding = Coding()) -> None:
+    made = path.with_name(f"_{path.stem}{extension}")
+    encode(made, _plain(), Fraction(24), coding)
+    made.replace(path)
+
+
+def corpus() -> list[Kind]:
+    """Every kind, in a stable order."""
+    return [*_kinds_video(), *_kinds_sound(), *_kinds_still(), *_kinds_broken()]
+
+
+def write_corpus(folder: Path, names: Sequence[str] | None = None) -> dict[str, Kind]:
+    """Write the corpus (or the named files) with a caption each; returns the kinds by file name."""
+    import av
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {}
+    for kind in corpus():
+        if names is not None and kind.name not in names:
+            continue
+        try:
+            kind.write(folder / kind.name)
+        except (av.error.FFmpegError, av.codec.codec.UnknownCodecError) as error:
+            raise RuntimeError(f"this build of PyAV cannot write {kind.name}") from error
+        (folder / f"{kind.name}.txt").write_text(f"the clip {kind.name}", encoding="utf-8")
+        made[kind.name] = kind
+    return made
+
+
+def many_tiny_files(folder: Path, count: int) -> Path:
+    """``count`` copies of one tiny clip with different captions, for measuring the report."""
+    first = counter_clip(folder / "clip00000.mp4", 9, width=64, height=64)
+    data = first.read_bytes()
+    for n in range(count):
+        (folder / f"clip{n:05d}.mp4").write_bytes(data)
+        (folder / f"clip{n:05d}.txt").write_text(f"clip {n}", encoding="utf-8")
+    return folder
+
