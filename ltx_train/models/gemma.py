@@ -115,7 +115,7 @@ class GemmaNorm(nn.Module):
 
 @dataclass(frozen=True)
 class GemmaTables:
-    """What all layers of one forward share: rotary tables [n, head_dim] and masks [n, n], by layer kind.
+    """What all layers of one forward share: rotary tables [B, 1, n, head_dim] and a mask [n, n], by layer kind.
 
     A mask of None means plain causal attention. Batches are padded on the right, where causal attention
     never looks, so no padding mask exists.
@@ -126,17 +126,22 @@ class GemmaTables:
     sliding_mask: Tensor | None
 
 
-def gemma_tables(config: GemmaConfig, tokens: int, device: torch.device | str, dtype: torch.dtype) -> GemmaTables:
-    """Rotary tables for positions 0..tokens-1 and the sliding mask (key > query - window) where it cuts something."""
-    position = torch.arange(tokens, device=device)
+def gemma_tables(config: GemmaConfig, starts: Tensor, tokens: int, device: torch.device | str, dtype: torch.dtype) -> GemmaTables:
+    """Rotary tables for positions starts..starts+tokens-1 and the sliding mask (key > query - window) where it cuts something.
+
+    starts: [B], the position of each row's first token. Only distances matter to the model, but tables rounded
+    to bfloat16 differ by place; the official encoder pads on the left, so a caption ends at the last position.
+    """
+    place = torch.arange(tokens, device=device)
+    position = starts.to(device)[:, None, None] + place
     mask = None
     if tokens > config.window:
-        distance = position[:, None] - position[None, :]
+        distance = place[:, None] - place[None, :]
         mask = (distance >= 0) & (distance < config.window)
 
     def table(sliding: bool) -> tuple[Tensor, Tensor]:
         dim = next((spec.head_dim for spec in config.layers if spec.sliding == sliding), 2)
-        turn = position.float()[:, None] * _frequencies(config, dim, sliding).to(device)
+        turn = position.float()[..., None] * _frequencies(config, dim, sliding).to(device)
         angles = torch.cat([turn, turn], dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -154,7 +159,7 @@ def _frequencies(config: GemmaConfig, dim: int, sliding: bool) -> Tensor:
 
 
 def _rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """x [B, heads, n, d] turned by [n, d] tables, first half against second half."""
+    """x [B, heads, n, d] turned by [B, 1, n, d] tables, first half against second half."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

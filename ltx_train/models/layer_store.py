@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ def _to_eight_bit(layer: nn.Module, device: torch.device) -> nn.Module:
         from bitsandbytes.nn import Int8Params, Linear8bitLt
     except ImportError as error:
         raise MissingPackage("bitsandbytes", "An 8-bit text encoder", "Or set load_text_encoder_in_8bit to false: the encoder is then streamed") from error
+    # It warns at every product that its input is rounded to float16 on the way to int8: thousands of lines a caption.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):

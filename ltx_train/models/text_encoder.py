@@ -176,7 +176,7 @@ class TextEncoder:
         if self.kind == "t5":
             shared: object = t5_bias(self._relative, lengths, width)
         else:
-            shared = gemma_tables(self._config, width, self.device, self.dtype)
+            shared = gemma_tables(self._config, self.limit - lengths, width, self.device, self.dtype)
         return _Batch(rows, lengths, state, shared, features)
 
     def _finish(self, batch: _Batch) -> list[TextFeatures]:

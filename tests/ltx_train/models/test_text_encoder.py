@@ -231,19 +231,22 @@ SHAPES_OF_ATTENTION = {
 }
 
 
-def in_memory(kind: str, model: nn.Module, tmp: Path, dtype: torch.dtype = torch.float32) -> TextEncoder:
+def in_memory(kind: str, model: nn.Module, tmp: Path, dtype: torch.dtype = torch.float32, limit: int = 1024) -> TextEncoder:
     """Our encoder on a transformers model's weights, without a feature extractor."""
     save_file({n: v.clone() for n, v in model.state_dict().items()}, tmp / "lm.safetensors", {"gemma_config": json.dumps({"text_config": settings_of(model)})})
     weights = read_encoder(WeightSource.open(tmp / "lm.safetensors"))
     assert weights.kind == kind
-    tokenizer = CaptionTokenizer(lambda text: [int(t) for t in text.split()], kind, 2, 1, 1024)
+    tokenizer = CaptionTokenizer(lambda text: [int(t) for t in text.split()], kind, 2, 1, limit)
     return TextEncoder(weights, tokenizer, None, device=torch.device("cpu"), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.0)])
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_gemma_states_equal_transformers_left_padded_call(kind: str, dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
-    """The official encoder pads on the left and keeps all states; ours runs the bare tokens. Valid tokens agree (RoPE is relative)."""
+    """The official encoder pads on the left and keeps all states; ours runs the bare tokens at the same positions. Valid tokens agree.
+
+    Positions also agree with an unpadded call: only distances matter, up to rounding.
+    """
     model = BUILD[kind](**SHAPES_OF_ATTENTION[kind])
     for value in [*model.parameters(), *(b for n, b in model.named_buffers() if "layer_scalar" in n)]:
         value.data = value.data.to(dtype)  # the rotary buffers stay float32, as after from_pretrained
@@ -252,14 +255,16 @@ def test_gemma_states_equal_transformers_left_padded_call(kind: str, dtype: torc
     mask = (torch.arange(32) >= 9).long()[None]
     with torch.no_grad():
         left = model(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states
-        bare = model(input_ids=ids, output_hidden_states=True).hidden_states
-    ours = in_memory(kind, model, tmp_path, dtype).hidden_states(ids[0].tolist())
+        bare = model(input_ids=ids, position_ids=torch.arange(9, 32)[None], output_hidden_states=True).hidden_states
+        at_zero = model(input_ids=ids, output_hidden_states=True).hidden_states
+    ours = in_memory(kind, model, tmp_path, dtype, limit=32).hidden_states(ids[0].tolist())
     assert len(ours) == len(bare) == 4
-    for found, unpadded, official in zip(ours, bare, left):
+    for found, unpadded, official, first in zip(ours, bare, left, at_zero):
         scale = float(official.abs().max())
         torch.testing.assert_close(found, unpadded[0], atol=tolerance * scale, rtol=0)
         if dtype == torch.float32:
             torch.testing.assert_close(found, official[0, 9:], atol=1e-5 * scale, rtol=0)
+            torch.testing.assert_close(found, first[0], atol=1e-5 * scale, rtol=0)
 
 
 def t5_of_ids(model: nn.Module, ids: torch.Tensor, tmp: Path, dtype: torch.dtype) -> TextEncoder:
