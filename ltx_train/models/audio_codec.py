@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from ..errors import DataError, MissingPackage
 from ..geometry import AudioGrid, patchify, unpatchify
-from .audio_codec_keys import audio_vae_arguments, audio_vae_names, has_extension, vocoder_arguments, vocoder_names
+from .audio_codec_keys import audio_vae_arguments, has_extension, vocoder_arguments, vocoder_names
 from .checkpoint import Checkpoint
 from .mel import MelSettings, log_mel, resample
 from .video_codec_keys import MEAN, STD
@@ -29,14 +31,17 @@ class AudioCodec:
         self.output_rate = rate
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, device: torch.device | str, dtype: torch.dtype = torch.float32, encoder: bool = True, decoder: bool = True, vocoder: bool = True) -> "AudioCodec":
+    def load(cls, checkpoint: Checkpoint, *, device: torch.device | str, dtype: torch.dtype = torch.float32, encoder: bool = True, decoder: bool = True, vocoder: bool = True) -> AudioCodec:
         """Build diffusers' networks from the checkpoint's own config and load the halves asked for, strictly.
 
         decoder loads the vocoder as well, unless vocoder is False (then only :meth:`decode_mel` works). Raises CheckpointError naming the file that would supply what is missing.
         """
         source, config = checkpoint.source("audio_vae"), checkpoint.config["audio_vae"]
         arguments = audio_vae_arguments(config)
-        halves = _vae_halves(source, arguments, device, dtype, {"encoder": encoder, "decoder": decoder})
+        halves: dict[str, nn.Module] = {}
+        for half, (module, tensors) in audio_halves(source, arguments, encoder=encoder, decoder=decoder).items():
+            load_weights(module, tensors, dtype=dtype, device=device)
+            halves[half] = module.eval().requires_grad_(False)
         voice, rate = _vocoder(checkpoint, arguments["output_channels"] * arguments["mel_bins"], device) if decoder and vocoder else (None, 0)
         mean, std = (source.get(name, dtype=torch.float32, device=device) for name in (MEAN, STD))
         return cls(checkpoint.audio_grid, MelSettings.of(config), halves.get("encoder"), halves.get("decoder"), voice, (mean, std), dtype, rate)
@@ -88,25 +93,20 @@ class AudioCodec:
         return unpatchify(tokens, AudioGrid(like.shape[2], like.shape[1], like.shape[3]))
 
 
-def _vae_halves(source: WeightSource, arguments: dict, device: torch.device | str, dtype: torch.dtype, wanted: dict[str, bool]) -> dict[str, nn.Module]:
+def audio_halves(source: WeightSource, arguments: dict, *, encoder: bool = True, decoder: bool = True) -> dict[str, tuple[nn.Module, WeightSource]]:
+    """The halves asked for of diffusers' audio VAE on the meta device, each with its tensors."""
     try:
         from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
     except ImportError as error:
         raise MissingPackage("diffusers>=0.38", "The engine's audio VAE", "Inside ComfyUI its own audio VAE can do this: connect its socket") from error
     with torch.device("meta"):
         vae = AutoencoderKLLTX2Audio(**arguments)
-    named = source.renamed(lambda name: audio_vae_names([name]).get(name))
-    halves = {}
-    for half in (h for h, want in wanted.items() if want):
-        module = getattr(vae, half)
-        load_weights(module, named.subset(half + "."), dtype=dtype, device=device)
-        halves[half] = module.eval().requires_grad_(False)
-    return halves
+    wanted = {"encoder": encoder, "decoder": decoder}
+    return {half: (getattr(vae, half), source.subset(half + ".")) for half, want in wanted.items() if want}
 
 
-def _vocoder(checkpoint: Checkpoint, mel_channels: int, device: torch.device | str) -> tuple[nn.Module, int]:
-    """The vocoder in float32 (its mathematics needs that) and its output rate in Hz."""
-    source, config = checkpoint.source("vocoder"), checkpoint.config["vocoder"]
+def vocoder_network(source: WeightSource, config: Mapping, mel_channels: int) -> tuple[nn.Module, WeightSource, int]:
+    """diffusers' vocoder on the meta device, its tensors under diffusers' names, and its output rate in Hz."""
     try:
         from diffusers.pipelines.ltx2 import vocoder as library
 
@@ -116,9 +116,14 @@ def _vocoder(checkpoint: Checkpoint, mel_channels: int, device: torch.device | s
     arguments = vocoder_arguments(config, mel_channels)
     with torch.device("meta"):
         vocoder = build(**arguments)
-    names = vocoder_names(source.keys())
-    load_weights(vocoder, source, dtype=torch.float32, device=device, rename=names)
-    if has_extension(config):  # a filter that no file holds, and that the meta device left empty
+    if has_extension(config):  # a fixed filter that no file holds, and that the meta device would leave empty
         ratio = arguments["output_sampling_rate"] // arguments["input_sampling_rate"]
-        vocoder.resampler = library.UpSample1d(ratio=ratio, window_type="hann", persistent=False).to(device)
-    return vocoder.eval().requires_grad_(False), arguments["output_sampling_rate"]
+        vocoder.resampler = library.UpSample1d(ratio=ratio, window_type="hann", persistent=False)
+    return vocoder, source.renamed(vocoder_names(source.keys())), arguments["output_sampling_rate"]
+
+
+def _vocoder(checkpoint: Checkpoint, mel_channels: int, device: torch.device | str) -> tuple[nn.Module, int]:
+    """The vocoder in float32 (its mathematics needs that) and its output rate in Hz."""
+    vocoder, tensors, rate = vocoder_network(checkpoint.source("vocoder"), checkpoint.config["vocoder"], mel_channels)
+    load_weights(vocoder, tensors, dtype=torch.float32, device=device)
+    return vocoder.to(device).eval().requires_grad_(False), rate

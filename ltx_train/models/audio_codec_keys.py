@@ -1,4 +1,4 @@
-"""Audio VAE and vocoder layouts: a checkpoint's config to diffusers' constructor arguments and tensor names."""
+"""Audio VAE and vocoder layouts: a checkpoint's config to diffusers' arguments, and the vocoder's tensor names (the VAE's are the same)."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ def audio_vae_arguments(config: Mapping) -> dict:
         "mel_bins": bins,
         "double_z": dd.get("double_z", True),
     }
-
-
-def audio_vae_names(names: Iterable[str]) -> dict[str, str]:
-    """Checkpoint name -> diffusers name: the same but for the statistics, which the codec holds itself."""
-    return {name: name for name in names if name.startswith(("encoder.", "decoder."))}
 
 
 def has_extension(config: Mapping) -> bool:

@@ -25,15 +25,9 @@ class DiffusionDecoder:
         self.strides = strides  # of the upsamplers between them
 
     @classmethod
-    def load(cls, source: WeightSource, layout: VaeLayout, *, device: torch.device | str, dtype: torch.dtype) -> "DiffusionDecoder":
+    def load(cls, source: WeightSource, layout: VaeLayout, *, device: torch.device | str, dtype: torch.dtype) -> DiffusionDecoder:
         """Build from a video VAE source (names without ``vae.``); needs diffusers 0.40 or newer."""
-        try:
-            from diffusers.models.autoencoders.ltx2_diffusion_decoder import LTX2VideoDiffusionDecoderModel
-        except ImportError as error:
-            raise MissingPackage("diffusers>=0.40", "The LTX-2.5 diffusion decoder", "Or give the conv video VAE file (ltx-2.5-video-vae-conv)") from error
-        with torch.device("meta"):
-            network = LTX2VideoDiffusionDecoderModel(**layout.diffusion).decoder
-        parts = PartSource(source, diffusion_parts(source.keys()), "decoder.")
+        network, parts = diffusion_network(source, layout)
         load_weights(network, parts, dtype=dtype, device=device)
         for module in network.modules():
             if hasattr(module, "set_processor"):
@@ -78,7 +72,7 @@ class DiffusionDecoder:
     def _scales(self) -> tuple[int, int]:
         return math.prod(s[0] for s in self.strides), math.prod(s[1] for s in self.strides) * self.network.patch_size
 
-    def _stretches(self, latents: Tensor, tiles: tuple[int, int, int, int], canvas: "_Noise") -> Iterator[Tensor]:
+    def _stretches(self, latents: Tensor, tiles: tuple[int, int, int, int], canvas: _Noise) -> Iterator[Tensor]:
         """The early stages see the whole clip; the last two, which cost the memory, run tile by tile."""
         network = self.network
         features = network.forward_stages_1_to_3(latents)
@@ -101,6 +95,17 @@ class DiffusionDecoder:
             return network.denoise(context, noised, network.default_num_inference_steps).float()
 
         yield from over_time(times, lambda time: over_space(rows, columns, lambda row, column: tile(time, row, column)))
+
+
+def diffusion_network(source: WeightSource, layout: VaeLayout) -> tuple[nn.Module, PartSource]:
+    """diffusers' decoder on the meta device, and its tensors under diffusers' names."""
+    try:
+        from diffusers.models.autoencoders.ltx2_diffusion_decoder import LTX2VideoDiffusionDecoderModel
+    except ImportError as error:
+        raise MissingPackage("diffusers>=0.40", "The LTX-2.5 diffusion decoder", "Or give the conv video VAE file (ltx-2.5-video-vae-conv)") from error
+    with torch.device("meta"):
+        network = LTX2VideoDiffusionDecoderModel(**layout.diffusion).decoder
+    return network, PartSource(source, diffusion_parts(source.keys()), "decoder.")
 
 
 class _Noise:

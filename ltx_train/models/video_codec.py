@@ -37,7 +37,7 @@ class VideoCodec:
         self.decode_timestep, self.decode_noise = _DECODE_TIMESTEP, _DECODE_NOISE if layout.timestep_conditioning else 0.0
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, encoder: bool = True, decoder: bool = True) -> "VideoCodec":
+    def load(cls, checkpoint: Checkpoint, *, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, encoder: bool = True, decoder: bool = True) -> VideoCodec:
         """Build diffusers' network from the checkpoint's own config and load the halves asked for, strictly.
 
         Raises CheckpointError for a missing VAE, one that cannot be built (16x16x4 with attention), or wrong tensors.
@@ -45,7 +45,10 @@ class VideoCodec:
         source, config = checkpoint.source("video_vae"), checkpoint.config["vae"]
         layout, factors = VaeLayout.of(config), checkpoint.video_factors
         assert layout.factors == (factors.time, factors.height, factors.width), (layout.factors, factors)
-        halves = _conv_halves(source, layout, device, dtype, encoder, decoder and not layout.diffusion)
+        halves: dict[str, nn.Module | DiffusionDecoder] = {}
+        for half, (module, tensors) in conv_halves(source, layout, encoder=encoder, decoder=decoder and not layout.diffusion).items():
+            load_weights(module, tensors, dtype=dtype, device=device)
+            halves[half] = module.eval().requires_grad_(False)
         if decoder and layout.diffusion:
             halves["decoder"] = DiffusionDecoder.load(source, layout, device=device, dtype=dtype)
         mean, std = (source.get(name, dtype=torch.float32, device=device) for name in (MEAN, STD))
@@ -155,21 +158,14 @@ def _to_uint8(pixels: Tensor) -> Tensor:
     return rearrange(pixels.float().add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8), "b c f h w -> b f h w c").contiguous()
 
 
-def _conv_halves(source: WeightSource, layout: VaeLayout, device: torch.device | str, dtype: torch.dtype, encoder: bool, decoder: bool) -> dict[str, nn.Module]:
-    """The halves asked for of diffusers' conv VAE, loaded."""
+def conv_halves(source: WeightSource, layout: VaeLayout, *, encoder: bool = True, decoder: bool = True) -> dict[str, tuple[nn.Module, WeightSource]]:
+    """The halves asked for of diffusers' conv VAE on the meta device, each with its tensors under diffusers' names."""
     build = _conv_class(layout)
     with torch.device("meta"):
         vae = build(**constructor_arguments(layout))
-    names = conv_names(source.keys(), layout)
-    halves = {}
-    for half, wanted in (("encoder", encoder), ("decoder", decoder)):
-        if not wanted:
-            continue
-        module = getattr(vae, half)
-        part = source.renamed(lambda name, half=half: new[len(half) + 1 :] if (new := names.get(name, "")).startswith(half + ".") else None)
-        load_weights(module, part, dtype=dtype, device=device)
-        halves[half] = module.eval().requires_grad_(False)
-    return halves
+    named = source.renamed(conv_names(source.keys(), layout))
+    wanted = {"encoder": encoder, "decoder": decoder}
+    return {half: (getattr(vae, half), named.subset(half + ".")) for half, want in wanted.items() if want}
 
 
 def _conv_class(layout: VaeLayout) -> Callable[..., nn.Module]:
