@@ -65,7 +65,8 @@ class Reference(Condition):
         line = reference.positions(device)
         time = line[:1]
         if stride != 1:
-            time = (time - (stride - 1) / target.fps).clamp(min=0)
+            frame = torch.tensor(1 / target.fps, device=time.device)  # rounded to float32 first, as the official code does
+            time = (time - (stride - 1) * frame).clamp(min=0)
         return torch.cat([time, line[1:] * scale])
 
     def factors(self, target: VideoGrid, reference: VideoGrid) -> tuple[int, int]:

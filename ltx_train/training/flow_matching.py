@@ -114,7 +114,7 @@ def token_error(prediction: Tensor, target: Tensor, kind: str, delta: float) -> 
     """
     square = (prediction.float() - target.float()).square()
     if kind == "huber":
-        square = 2 * delta * ((square + delta * delta).sqrt() - delta)
+        square = 2 * delta * square / ((square + delta * delta).sqrt() + delta)  # the same without cancellation
     return square.mean(dim=-1)
 
 
