@@ -125,7 +125,8 @@ class AudioGrid:
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """[1, T, 2] float32 seconds: t_k = max(4k + 1 - 4, 0) * hop / rate, span [t_k, t_k+1)."""
         edge = torch.arange(self.steps + 1, device=device, dtype=torch.float32) * self.factor
-        edge = (edge + 1 - self.factor).clamp(min=0) * (self.hop / self.sample_rate)
+        # multiplied before divided: the last bit matters, RoPE's highest frequencies enlarge it ten thousand times
+        edge = (edge + 1 - self.factor).clamp(min=0) * self.hop / self.sample_rate
         return torch.stack([edge[:-1], edge[1:]], dim=-1).unsqueeze(0)
 
 
