@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import peft
 import pytest
 import torch
@@ -12,62 +15,10 @@ from ltx_train.lora.adapters import LoraSection, attach, module_seed
 from ltx_train.lora.targets import TARGET_GROUPS, matches, stream_of
 from ltx_train.models.linear import Linear
 
-ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int = 12, inner: int = 8) -> None:
-        super().__init__()
-        self.to_q, self.to_k, self.to_v = (Linear(width, inner) for _ in range(3))
-        self.to_gate_logits = Linear(width, 2)
-        self.to_out = nn.ModuleList([Linear(inner, width), nn.Identity()])
-
-    def forward(self, x):
-        return self.to_out[0](torch.tanh(self.to_q(x)) * self.to_k(x) + self.to_v(x))
-
-
-class Activation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = Linear(12, 24)
-
-
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleList([Activation(), nn.Identity(), Linear(24, 12)])
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ATTENTIONS:
-            setattr(self, name, Attention())
-        self.ff, self.audio_ff = Feed(), Feed()
-
-    def forward(self, x):
-        return x + self.audio_to_video_attn(self.attn2(self.attn1(x)))
-
-
-class Net(nn.Module):
-    """A stand-in with the names of the audio-video transformer."""
-
-    def __init__(self, blocks: int = 2) -> None:
-        super().__init__()
-        self.patchify_proj, self.audio_patchify_proj = Linear(12, 12), Linear(12, 12)
-        self.transformer_blocks = nn.ModuleList([Block() for _ in range(blocks)])
-        self.proj_out = Linear(12, 12)
-
-    def forward(self, x):
-        x = self.patchify_proj(x)
-        for block in self.transformer_blocks:
-            x = block(x)
-        return self.proj_out(x)
-
-
-def net(seed: int = 0, blocks: int = 2) -> Net:
-    torch.manual_seed(seed)
-    return Net(blocks)
+_spec = importlib.util.spec_from_file_location("lora_stand_in", Path(__file__).with_name("stand_in.py"))
+_stand_in = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_stand_in)
+net, KINDS = _stand_in.net, _stand_in.KINDS
 
 
 def test_official_defaults():
@@ -192,9 +143,6 @@ def test_start_values_are_pefts_for_the_same_seed():
 
 def section_of(kind: str, **fields) -> LoraSection:
     return LoraSection(rank=4, alpha=2, kind=kind, **fields)
-
-
-KINDS = ("lora", "rslora", "dora", "loha", "lokr")
 
 
 @pytest.mark.parametrize("kind", KINDS)
