@@ -21,14 +21,16 @@ Media = Mapping[str, "Latents | Tensor"]
 CONTENT = "content"
 """The role under which sampling hands a condition the latents to put in; training uses the clip's own tokens."""
 
-ROLE_OF_FOLDER = {
-    "reference_latents": "reference_video",
-    "reference_audio_latents": "reference_audio",
-    "video_masks": "video_mask",
-    "audio_masks": "audio_mask",
-    "keyframe_latents": "keyframe",
+FOLDERS = {
+    "video": "latents",
+    "audio": "audio_latents",
+    "reference_video": "reference_latents",
+    "reference_audio": "reference_audio_latents",
+    "video_mask": "video_masks",
+    "audio_mask": "audio_masks",
+    "keyframe": "keyframe_latents",
 }
-"""Official cache folder names and the roles they hold; another folder's name is its own role."""
+"""Official cache folder of each role (keyframe is ours)."""
 
 
 class Condition(Section):
@@ -40,7 +42,11 @@ class Condition(Section):
 
     def roles(self, modality: str) -> frozenset[str]:
         """Media needed beside the clip."""
-        return frozenset()
+        return frozenset(self.folders(modality))
+
+    def folders(self, modality: str) -> dict[str, str]:
+        """The same roles with their folder names in the official cache layout."""
+        return {}
 
     def check(self, grid: Grid) -> None:
         """Raise ConfigError where this cannot work on clips of ``grid``."""
@@ -267,13 +273,13 @@ class Mask(Condition):
     """A mask from the dataset says what is given: above one half = given (inpainting)."""
 
     type: Literal["mask"] = "mask"
-    mask_dir: str | None = Field(None, description="Cache folder of the masks (official field); None takes the role video_mask or audio_mask.")
+    mask_dir: str | None = Field(None, description="Folder of the masks in the official cache layout; None is video_masks or audio_masks.")
 
     def role(self, modality: str) -> str:
-        return ROLE_OF_FOLDER.get(self.mask_dir, self.mask_dir) if self.mask_dir else f"{modality}_mask"
+        return f"{modality}_mask"
 
-    def roles(self, modality: str) -> frozenset[str]:
-        return frozenset({self.role(modality)})
+    def folders(self, modality: str) -> dict[str, str]:
+        return {self.role(modality): self.mask_dir or FOLDERS[self.role(modality)]}
 
     def mask(self, state: LatentState, media: Media, draws: Draws) -> Tensor:
         modality = "video" if isinstance(state.grid, VideoGrid) else "audio"

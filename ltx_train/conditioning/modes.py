@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, field_validator, model_validator
 
 from ..errors import ConfigError, DataError, nearest
 from ..geometry import Grid, Latents
 from ..section import Section
-from .conditions import FirstFrame, Keyframes, LastFrame, Mask, Media, Prefix, RandomMask, SpatialCrop, Suffix
+from .conditions import FOLDERS, FirstFrame, Keyframes, LastFrame, Mask, Media, Prefix, RandomMask, SpatialCrop, Suffix
 from .draws import Draws, Sure
-from .references import KeyframeTokens, Reference
+from .references import Beside, KeyframeTokens, Reference
 from .state import LatentState
 
 TrainingCondition = Annotated[
@@ -29,6 +30,19 @@ class ModalityConfig(Section):
     latents_dir: str | None = Field(None, description="Cache folder of the stream's latents (official field); None takes latents or audio_latents.")
     conditions: tuple[TrainingCondition, ...] = Field((), description="Conditions on this stream.")
 
+    @field_validator("conditions")
+    @classmethod
+    def _numbered(cls, conditions: tuple[TrainingCondition, ...]) -> tuple[TrainingCondition, ...]:
+        """Several references (or keyframe stills) of a stream read roles of their own: reference_video, reference_video_2, ..."""
+        counts: Counter[str] = Counter()
+        numbered = []
+        for condition in conditions:
+            counts[condition.type] += 1
+            if isinstance(condition, Beside) and "number" not in condition.model_fields_set and counts[condition.type] > 1:
+                condition = condition.model_copy(update={"number": counts[condition.type]})
+            numbered.append(condition)
+        return tuple(numbered)
+
     def state(self, latents: Latents, media: Media, draws: Draws, *, keyframe_marker: bool = False) -> LatentState:
         """The stream's state of a batch: frozen when given, edited by the conditions in order.
 
@@ -38,7 +52,7 @@ class ModalityConfig(Section):
         if not self.is_generated:
             state = state.frozen()
         for index, condition in enumerate(self.conditions):
-            if self.is_generated or isinstance(condition, (Reference, KeyframeTokens)):
+            if self.is_generated or isinstance(condition, Beside):
                 state = condition.edit(state, media, draws.child(f"{index}.{condition.type}"))
         return state
 
@@ -48,7 +62,7 @@ class ModalityConfig(Section):
             condition.check(grid)
         if not self.is_generated:
             return
-        within = [c for c in self.conditions if not isinstance(c, (Reference, KeyframeTokens, Mask)) and c.applies(grid)]
+        within = [c for c in self.conditions if not isinstance(c, (Beside, Mask)) and c.applies(grid)]
         state = LatentState.blank(grid, channels=getattr(grid, "bins", 1))
         for condition in within:
             state = condition.edit(state, {}, Sure())
@@ -198,12 +212,20 @@ class TrainingStrategySection(
 
     def required_roles(self) -> frozenset[str]:
         """What every sample needs: the streams (video, audio) and the media beside them (reference_video, video_mask, ...)."""
-        roles: set[str] = set()
+        return frozenset(self.directories())
+
+    def directories(self) -> dict[str, str]:
+        """Every role that is needed (:meth:`required_roles`) with its folder in the official cache layout."""
+        found: dict[str, str] = {}
         for modality, config in self.modalities().items():
-            roles.add(modality)
+            found[modality] = config.latents_dir or FOLDERS[modality]
             for condition in config.conditions:
-                roles |= condition.roles(modality)
-        return frozenset(roles)
+                found.update(condition.folders(modality))
+        return found
+
+    def without_audio(self) -> TrainingStrategySection:
+        """The same strategy for the video stream alone; the video must be generated."""
+        return TrainingStrategySection(FlexibleStrategy(video=self.video))
 
     def check(self, grids: Mapping[str, Grid]) -> None:
         """Raise ConfigError for nonsense on clips of these grids (by stream)."""

@@ -12,12 +12,30 @@ from torch import Tensor
 
 from ..errors import ConfigError, DataError
 from ..geometry import AudioGrid, Grid, Latents, VideoGrid
-from .conditions import ROLE_OF_FOLDER, Condition, Media, required
+from .conditions import FOLDERS, Condition, Media, required
 from .draws import Draws
 from .state import LatentState, stream_name
 
 
-class Reference(Condition):
+class Beside(Condition):
+    """A condition with media of its own beside the clip; a stream may have several, numbered in their order."""
+
+    latents_dir: str | None = Field(None, description="Folder of this media in the official cache layout; None is the usual one.")
+    number: int = Field(1, ge=1, description="Which of several: 2 reads the role reference_video_2 (or keyframe_2). Counted by itself when left out.")
+
+    def base_role(self, modality: str) -> str:
+        raise AssertionError(f"{type(self).__name__} has no role")
+
+    def role(self, modality: str) -> str:
+        return self.base_role(modality) + (f"_{self.number}" if self.number > 1 else "")
+
+    def folders(self, modality: str) -> dict[str, str]:
+        role = self.role(modality)
+        usual = FOLDERS[self.base_role(modality)] + role.removeprefix(self.base_role(modality))
+        return {role: self.latents_dir or usual}
+
+
+class Reference(Beside):
     """A reference video or sound (IC-LoRA): its tokens are appended with timestep 0, read by full attention.
 
     Video positions are the reference's own grid, rows and columns times the spatial factor; with a temporal factor
@@ -26,18 +44,14 @@ class Reference(Condition):
     """
 
     type: Literal["reference"] = "reference"
-    latents_dir: str | None = Field(None, description="Cache folder of the references (official field); None takes the role reference_video or reference_audio.")
     downscale_factor: int | None = Field(None, ge=1, description="How many times smaller the reference's sides are; None derives it from the data.")
     temporal_scale_factor: int | None = Field(None, ge=1, description="The reference keeps every n-th frame; None derives it from the data.")
     placement: Literal["over", "before"] = Field(
         "over", description="Sound only: at the clip's own times (official), or before it at negative times (dubbing)."
     )
 
-    def role(self, modality: str) -> str:
-        return ROLE_OF_FOLDER.get(self.latents_dir, self.latents_dir) if self.latents_dir else f"reference_{modality}"
-
-    def roles(self, modality: str) -> frozenset[str]:
-        return frozenset({self.role(modality)})
+    def base_role(self, modality: str) -> str:
+        return f"reference_{modality}"
 
     def check(self, grid: Grid) -> None:
         if isinstance(grid, VideoGrid) and self.placement == "before":
@@ -104,19 +118,15 @@ class Reference(Condition):
         }
 
 
-class KeyframeTokens(Condition):
+class KeyframeTokens(Beside):
     """A still at a pixel frame of the clip, as appended tokens over [t, t+1) / fps (inference's keyframe guide)."""
 
     modalities: ClassVar[tuple[str, ...]] = ("video",)
     type: Literal["keyframe_tokens"] = "keyframe_tokens"
     frame: int = Field(-1, description="Pixel frame of the still; negative ones count from the end.")
-    latents_dir: str | None = Field(None, description="Cache folder of the stills; None takes the role keyframe.")
 
-    def role(self, modality: str) -> str:
-        return ROLE_OF_FOLDER.get(self.latents_dir, self.latents_dir) if self.latents_dir else "keyframe"
-
-    def roles(self, modality: str) -> frozenset[str]:
-        return frozenset({self.role(modality)})
+    def base_role(self, modality: str) -> str:
+        return "keyframe"
 
     def check(self, grid: Grid) -> None:
         total = grid.pixel_frames

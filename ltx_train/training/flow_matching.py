@@ -192,9 +192,10 @@ class ModalityBalance:
         self.means = torch.zeros(2, device=device)
         self.weights = torch.zeros(2, device=device)
 
-    def update(self, video_loss: Tensor | float, audio_loss: Tensor | float) -> None:
-        """Take in one step's mean losses; a stream without a loss this step (NaN or absent samples) passes NaN."""
+    def update(self, video_loss: Tensor | float | None, audio_loss: Tensor | float | None) -> None:
+        """Take in one step's mean losses; None or NaN for a stream without a loss this step."""
         decay = self.section.balance_decay
+        video_loss, audio_loss = (float("nan") if x is None else x for x in (video_loss, audio_loss))
         now = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=self.means.device) for x in (video_loss, audio_loss)])
         known = torch.isfinite(now)
         self.means = torch.where(known, decay * self.means + (1 - decay) * torch.nan_to_num(now), self.means)
@@ -208,10 +209,11 @@ class ModalityBalance:
         ratio = (video / audio.clamp(min=1e-12)).clamp(self.section.balance_min, self.section.balance_max)
         return torch.where((self.weights > 0).all(), ratio, torch.ones_like(ratio))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"means": self.means, "weights": self.weights}
+    def state_dict(self) -> dict[str, list[float]]:
+        """Plain numbers, for a snapshot's JSON; float32 survives them exactly."""
+        return {"means": self.means.tolist(), "weights": self.weights.tolist()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.means, self.weights = (state[k].to(self.means) for k in ("means", "weights"))
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.means, self.weights = (torch.tensor(state[k], device=self.means.device) for k in ("means", "weights"))
 
 

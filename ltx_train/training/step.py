@@ -41,6 +41,11 @@ class StepOutput:
     audio_counts: Tensor | None
     tokens: int
 
+    def per_modality(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Of each generated stream: losses [B], noise levels [B] and whether they count [B], for the step's report."""
+        found = {m: (getattr(self, f"{m}_loss"), getattr(self, f"{m}_sigma"), getattr(self, f"{m}_counts")) for m in ("video", "audio")}
+        return {m: values for m, values in found.items() if values[0] is not None}
+
 
 @dataclass(frozen=True)
 class _Stream:
@@ -127,7 +132,10 @@ class TrainStep:
         return _Stream(state, sigma, noise, state.noised(noise, sigma))
 
     def _silent(self, batch: Batch, streams: Mapping[str, _Stream]) -> Perturbations | None:
-        """Samples without sound carry filler in the sound stream: the video does not look at it."""
+        """Samples without sound carry filler in the sound stream: the video does not look at it.
+
+        ``audio_present`` is best kept on the CPU: there it is known without waiting for the accelerator.
+        """
         if len(streams) < 2 or bool((present := batch.audio_present.cpu()).all()):
             return None
         return Perturbations(skip_a2v_cross_attn=present.float().expand(self.config.num_layers, -1))
@@ -139,6 +147,8 @@ class TrainStep:
                 continue
             state = stream.state
             weight = state.loss_weight[:, : state.num_target]
+            if modality == "video" and "loss_mask" in batch.roles:  # transparent parts of the pictures do not count
+                weight = weight * batch.roles["loss_mask"].reshape(weight.shape).to(weight)
             if modality == "audio":
                 weight = weight * batch.audio_present.to(weight)[:, None]
             prediction = velocity[modality][:, : state.num_target]

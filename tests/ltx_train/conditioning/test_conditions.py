@@ -114,13 +114,13 @@ def test_spatial_crop_floor_and_clamp():
     assert torch.equal(held, expected)
 
 
-def test_mask_above_one_half_is_given_and_official_folders_are_roles():
+def test_mask_above_one_half_is_given_and_folders_are_named():
     mask = torch.tensor([0.2, 0.5, 0.51, 1.0]).repeat(8)[:30].reshape(1, 5, 2, 3).repeat(2, 1, 1, 1)
     for condition in (Mask(), Mask(mask_dir="video_masks")):
         assert condition.roles("video") == {"video_mask"}
         state = condition.edit(state_of(), {"video_mask": mask}, Sure(2))
         assert torch.equal(state.denoise == 0, mask.reshape(2, 30) > 0.5)
-    assert Mask(mask_dir="my_masks").roles("audio") == {"my_masks"} and Mask().roles("audio") == {"audio_mask"}
+    assert Mask(mask_dir="my_masks").folders("audio") == {"audio_mask": "my_masks"} and Mask().folders("audio") == {"audio_mask": "audio_masks"}
     with pytest.raises(DataError) as caught:
         Mask().edit(state_of(), {}, Sure(2))
     assert caught.value.code == "condition.media_missing"

@@ -54,6 +54,14 @@ def test_official_flexible_form_with_all_conditions():
     )
     assert not strategy.shared_sigma
     assert strategy.required_roles() == {"video", "audio", "video_mask", "reference_video", "reference_audio"}
+    assert strategy.directories() == {
+        "video": "latents",
+        "audio": "audio_latents",
+        "video_mask": "video_masks",
+        "reference_video": "reference_latents",
+        "reference_audio": "reference_audio_latents",
+    }
+    assert strategy.without_audio().streams().present == ("video",) and strategy.without_audio().video == strategy.video
     assert read(strategy.model_dump(mode="json")) == strategy
 
 

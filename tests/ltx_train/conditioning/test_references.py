@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ltx_train.conditioning.draws import Sure
+from ltx_train.conditioning.modes import ModalityConfig
 from ltx_train.conditioning.references import KeyframeTokens, Reference
 from ltx_train.conditioning.state import LatentState
 from ltx_train.errors import ConfigError, DataError
@@ -30,14 +31,15 @@ def test_reference_is_appended_clean_and_without_loss():
     assert edited.positions[0, 1, 24:].max() == 64 and edited.positions[0, 2, 24:].max() == 128
 
 
-def test_several_references_and_official_folder_names():
+def test_several_references_have_roles_of_their_own():
     state = LatentState.of(latents(TARGET))
-    media = {"reference_video": latents(TARGET, value=1), "depth_latents": latents(VideoGrid(3, 1, 2), value=2)}
-    for condition in (Reference(latents_dir="reference_latents"), Reference(latents_dir="depth_latents")):
-        assert condition.roles("video") <= media.keys()
-        state = condition.edit(state, media, Sure())
+    media = {"reference_video": latents(TARGET, value=1), "reference_video_2": latents(VideoGrid(3, 1, 2), value=2)}
+    config = ModalityConfig.model_validate({"is_generated": True, "conditions": [{"type": "reference"}, {"type": "first_frame"}, {"type": "reference", "latents_dir": "depth"}]})
+    folders = [c.folders("video") for c in config.conditions]
+    assert folders == [{"reference_video": "reference_latents"}, {}, {"reference_video_2": "depth"}]
+    state = config.state(latents(TARGET), media, Sure())
     assert state.tokens == 24 + 24 + 6 and state.clean[0, 24:48].eq(1).all() and state.clean[0, 48:].eq(2).all()
-    assert Reference(latents_dir="reference_audio_latents").role("audio") == "reference_audio"
+    assert ModalityConfig.model_validate(config.model_dump()) == config
 
 
 def test_dropout_is_one_draw_a_batch_and_independent_of_the_split():

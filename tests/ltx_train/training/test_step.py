@@ -164,6 +164,18 @@ def test_silent_clips_have_no_sound_loss_and_no_way_into_the_video():
     assert step(data, seed=0, step=0, slot=0).loss.item() == 0.0
 
 
+def test_transparent_parts_do_not_count():
+    data, model = batch(), FakeTransformer()
+    strategy = mode("t2v").strategy()
+    data.roles["loss_mask"] = data.roles["video_mask"]
+    out = TrainStep(model, strategy, FlowMatchingSection())(data, seed=0, step=0, slot=0)
+    for b in range(2):
+        noise = noise_of(0, 0, b, "video", 24, 4)
+        error = (0.5 * model.seen[0].tokens[b] + out.video_sigma[b] - (noise - data.video.tokens[b])) ** 2
+        torch.testing.assert_close(out.video_loss[b], error[data.roles["loss_mask"][b].flatten() > 0].mean().detach())
+    assert set(out.per_modality()) == {"video"} and out.per_modality()["video"][2].tolist() == [True, True]
+
+
 def test_one_sigma_for_both_streams():
     legacy = TrainingStrategySection.model_validate({"with_audio": True})
     for strategy, objective, same in (
