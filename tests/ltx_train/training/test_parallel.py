@@ -1,0 +1,215 @@
+"""Ranks as one trainer: N ranks take the step of one rank on N times the batch; accelerate's configs are taken over."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ltx_train.errors import ConfigError, RunError
+from ltx_train.runs.command import free_port
+from ltx_train.training.parallel import BUCKET_ELEMENTS, DistributedSection, Parallel, _backend, _buckets, from_accelerate
+
+ROOT = Path(__file__).parents[3]
+
+# one AdamW step of two LoRA-like matrices and one parameter that only rank 0's data reaches; prints what came out
+SCRIPT = """
+import json, sys, torch
+from ltx_train.training.parallel import Parallel
+parallel = Parallel.start(device="cpu")
+torch.manual_seed(0)
+a, b, only, never = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(4))
+frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+data = torch.randn(6, 8)
+share = {1: [slice(0, 6)], 2: [slice(0, 2), slice(2, 6)]}[parallel.world][parallel.rank]
+optimizer = torch.optim.AdamW([a, b, only, never], lr=1e-2)
+losses = []
+for step in range(3):
+    x = data[share] + step
+    loss = ((x @ a @ b) ** 2).mean()
+    if parallel.rank == 0:
+        loss = loss + (6 / len(x)) * (only ** 2).mean()
+    loss.backward()
+    parallel.average_gradients([a, b, only, never, frozen], weight=len(x))
+    losses.append(parallel.mean(loss, weight=len(x)))
+    optimizer.step()
+    optimizer.zero_grad()
+odd = torch.nn.Parameter(torch.full((2,), float(parallel.rank)))
+agreed = parallel.agree([a, b]), parallel.agree([odd])
+parallel.share([odd], source=parallel.world - 1)
+out = dict(
+    a=a.tolist(), only=only.tolist(), never=never.tolist(), losses=losses, agreed=agreed, odd=odd.tolist(),
+    any=[parallel.any(False), parallel.any(parallel.rank == parallel.world - 1)], gather=parallel.gather((parallel.rank, "ü")),
+    object=parallel.broadcast_object({"from": parallel.rank}), sum=parallel.sum([1, parallel.rank]),
+    nan=parallel.mean(float("nan") if parallel.rank else 2.0, weight=0.0 if parallel.rank else 1.0),
+    empty=str(parallel.mean(float("nan"), weight=0.0)), tensor=parallel.broadcast(torch.full((2,), float(parallel.rank))).tolist(),
+    preflight=parallel.preflight(), backend=parallel.backend, heavy="accelerate" in sys.modules,
+)
+parallel.barrier()
+parallel.close()
+print(json.dumps(out))
+"""
+
+
+def ranks(world):
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    if world == 1:
+        environment = {"OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, **environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(world)
+    ]
+    outputs = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0] * world, outputs
+    return [json.loads(out.decode().strip().splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    return ranks(1)[0], ranks(2)
+
+
+def test_two_ranks_with_unequal_batches_take_the_step_of_one(worlds):
+    one, two = worlds
+    for name in ("a", "losses"):
+        expected = torch.tensor(one[name], dtype=torch.float64)
+        for rank in two:
+            assert torch.allclose(torch.tensor(rank[name], dtype=torch.float64), expected, rtol=1e-6, atol=1e-5)
+    assert two[0]["a"] == two[1]["a"]
+
+
+def test_a_gradient_that_one_rank_lacks_counts_as_zero_and_one_that_all_lack_is_left_alone(worlds):
+    one, two = worlds
+    assert torch.allclose(torch.tensor(two[1]["only"]), torch.tensor(one["only"]), atol=1e-5)
+    assert two[0]["never"] == two[1]["never"] == one["never"], "no weight decay without a gradient, as on one rank"
+
+
+def test_what_the_ranks_tell_each_other(worlds):
+    one, two = worlds
+    for rank in two:
+        assert rank["any"] == [False, True] and rank["gather"] == [[0, "ü"], [1, "ü"]] and rank["object"] == {"from": 0}
+        assert rank["sum"] == [2, 1] and rank["agreed"] == [True, False] and rank["odd"] == [1.0, 1.0] and rank["tensor"] == [0.0, 0.0]
+        assert rank["preflight"] == [] and rank["backend"] == "gloo" and rank["empty"] == "nan"
+    assert one["gather"] == [[0, "ü"]] and one["any"] == [False, True] and one["agreed"] == [True, True]
+
+
+def test_one_rank_does_not_import_accelerate(worlds):
+    one, two = worlds
+    assert not one["heavy"] and all(rank["heavy"] for rank in two)
+
+
+def test_a_rank_without_weight_may_hold_nan(worlds):
+    assert [rank["nan"] for rank in worlds[1]] == [2.0, 2.0]
+
+
+def test_large_adapters_go_in_buckets_of_bounded_size():
+    parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in (BUCKET_ELEMENTS // 2, BUCKET_ELEMENTS // 2, 1, BUCKET_ELEMENTS * 2, 5)]
+    assert [len(bucket) for bucket in _buckets(parameters)] == [2, 1, 1, 1]
+    assert [parameter for bucket in _buckets(parameters) for parameter in bucket] == parameters
+    assert _buckets([]) == []
+
+
+def test_a_backend_that_cannot_work_is_refused(monkeypatch):
+    with pytest.raises(RunError, match="nccl"):
+        _backend("nccl", on_cpu=True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert _backend("auto", on_cpu=False) == "cuda:nccl,cpu:gloo" and _backend("gloo", on_cpu=False) == "gloo" and _backend("auto", on_cpu=True) == "gloo"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # Windows
+    assert _backend("auto", on_cpu=False) == "gloo"
+
+
+def test_fewer_gpus_than_ranks_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match="2 processes need 2 GPUs on this machine; 1 are visible"):
+        Parallel.start()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_processes": 3, "num_machines": 2, "main_process_ip": "a", "main_process_port": 1}, "no multiple"),
+        ({"num_processes": 2, "num_machines": 2}, "main_process_ip"),
+        ({"machine_rank": 1}, "machine_rank 1"),
+        ({"num_processes": 3, "devices": "0,1"}, "fewer GPUs"),
+        ({"devices": "0, 1"}, "pattern"),
+        ({"num_processes": 0}, "greater"),
+    ],
+)
+def test_impossible_sections_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        DistributedSection(**fields)
+
+
+# the four configs that the official trainer ships: common fields, then what each adds
+COMMON = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 4,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+COMPILE = {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_fullgraph": False, "dynamo_use_dynamic": True}}
+FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}}
+OFFICIAL = {
+    "ddp": {"distributed_type": "MULTI_GPU"},
+    "ddp_compile": {"distributed_type": "MULTI_GPU", **COMPILE},
+    "fsdp": FSDP,
+    "fsdp_compile": {**FSDP, **COMPILE},
+}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_official_accelerate_configs_are_accepted_and_every_field_is_explained(tmp_path, name):
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(COMMON | OFFICIAL[name]), encoding="utf-8")
+    accepted = from_accelerate(path)
+    assert accepted.section == DistributedSection(num_processes=4)
+    said = {note.split(":")[0] for note in accepted.notes}
+    assert said | {"num_processes", "num_machines", "machine_rank"} == (COMMON | OFFICIAL[name]).keys()
+    assert not any("unknown here" in note for note in accepted.notes)
+
+
+def test_machines_and_devices_of_an_accelerate_config(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\ngpu_ids: 0, 1\n")
+    section = from_accelerate(path).section
+    assert (section.num_machines, section.machine_rank, section.main_process_ip, section.main_process_port, section.devices) == (2, 1, "10.0.0.1", 29500, "0,1")
+
+
+@pytest.mark.parametrize("text", ["distributed_type: DEEPSPEED", "distributed_type: MULTI_GPU\ncompute_environment: AMAZON_SAGEMAKER", "- a", "{"])
+def test_configs_that_cannot_be_taken_over_are_refused(tmp_path, text):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        from_accelerate(path)
+
+
+def test_explicit_single_devices():
+    assert Parallel.start(device="cpu").device == torch.device("cpu")
+    parallel = Parallel.start()
+    assert parallel.is_main and parallel.world == 1
+    parallel.barrier()
+    parallel.close()
