@@ -82,7 +82,7 @@ def run_main_rank(directory: RunDir, kind: Kind, work: Callable[[LiveRun], None]
         _say(f"{error}")
         return error.exit_code
     try:
-        with LiveRun(directory, token=token) as run, stop_signals(run):
+        with LiveRun(directory, world=_world(), token=token) as run, stop_signals(run):
             _open(run, kind, owner)
             return _guarded(run, work)
     finally:
@@ -90,9 +90,8 @@ def run_main_rank(directory: RunDir, kind: Kind, work: Callable[[LiveRun], None]
 
 
 def _open(run: LiveRun, kind: Kind, owner: ProcessId) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     status = run.status
-    run.emit(JobEvent(kind=kind, name=run.dir.name, pid=owner.pid, host=owner.host, attempt=status.attempt, num_processes=world, version=_version()))
+    run.emit(JobEvent(kind=kind, name=run.dir.name, pid=owner.pid, host=owner.host, attempt=status.attempt, num_processes=run.world, version=_version()))
     fresh: dict[str, Any] = {"kind": kind, "pid": owner.pid, "created": owner.created, "host": owner.host, "started": time.time()}
     run.set_state("preparing", **fresh, phase="", ended=None, exit_code=None, error="", error_code="", hint="")
 
@@ -134,7 +133,7 @@ def run_other_rank(directory: RunDir, rank: int, work: Callable[[LiveRun], None]
     log = open(directory.rank_log(rank), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
     sys.stdout = sys.stderr = log
     faulthandler.enable(log)
-    with LiveRun(directory, rank=rank) as run, stop_signals(run):
+    with LiveRun(directory, rank=rank, world=_world()) as run, stop_signals(run):
         _leave_with(directory, run)
         try:
             work(run)
@@ -149,7 +148,7 @@ def run_other_rank(directory: RunDir, rank: int, work: Callable[[LiveRun], None]
 
 def _leave_with(directory: RunDir, run: LiveRun) -> None:
     """End this process soon after rank 0's was killed: it may hang in a collective for ever."""
-    if int(os.environ.get("WORLD_SIZE", "1")) != int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))):
+    if _world() != int(os.environ.get("LOCAL_WORLD_SIZE", _world())):
         return  # rank 0 may be on another machine, where the collective's timeout does this
 
     def watch() -> None:
@@ -167,7 +166,7 @@ def _leave_with(directory: RunDir, run: LiveRun) -> None:
 
 def rank_failure(directory: RunDir, wait: float = 1.0) -> ErrorEvent | None:
     """Why another rank of this start failed, if one did: its peers only see a lost connection or a SIGTERM."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _world()
     if world == 1:
         return None
     deadline = time.monotonic() + wait
@@ -243,6 +242,10 @@ def stop_signals(run: LiveRun) -> Iterator[None]:
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _end_of(error: BaseException, lines: int = 30) -> str:

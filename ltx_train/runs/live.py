@@ -46,9 +46,10 @@ class LiveRun:
     ``with LiveRun(dir) as run:`` keeps the heartbeat and watches the control files in a thread.
     """
 
-    def __init__(self, directory: RunDir, *, rank: int = 0, token: str | None = None) -> None:
+    def __init__(self, directory: RunDir, *, rank: int = 0, world: int = 1, token: str | None = None) -> None:
         self.dir = directory
         self.rank = rank
+        self.world = world
         self.stop = StopFlag()
         self._token = token
         self._log = EventLog(directory.events_path) if rank == 0 else None
@@ -112,8 +113,9 @@ class LiveRun:
 
     @contextmanager
     def phase(self, name: str, message: str = "") -> Iterator[None]:
-        """A named part of the job, with its seconds; the stop flag is checked on the way in."""
-        self.stop.check()
+        """A named part of the job, with its seconds. A lone process checks the stop flag on the way in; ranks agree first."""
+        if self.world == 1:
+            self.stop.check()
         started = time.monotonic()
         self.emit(PhaseEvent(phase=name, state="start", message=message))
         try:

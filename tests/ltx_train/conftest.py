@@ -55,7 +55,7 @@ def run(job, run):
 
         from .training.parallel import Parallel
 
-        parallel = Parallel.start(device="cpu")
+        parallel = Parallel.start(device=job.get("device", "cpu"))
         parallel.preflight()
     while step < job["steps"]:
         if job.get("at", 3) == step + 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ltx_train.errors import OutOfMemory, RunError, StopRequested
 from ltx_train.launch import Launch, attach, build_command, start
@@ -255,6 +256,31 @@ def test_two_ranks(engine):
     history = RunDir(run).history()
     assert history.job.num_processes == 2 and history.losses == [(step, 1.5) for step in range(1, 7)] and history.attempts == 1
     assert (run / "train.rank1.log").read_text(encoding="utf-8").startswith("größe")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("flags", [(), ("-I",)])
+def test_accelerate_starts_two_real_gpus(engine, flags, monkeypatch):
+    """The product's launcher; ComfyUI's choice of one GPU in our environment does not reach the ranks."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    run = engine.run(steps=6, parallel=True, device="auto")
+    outcome = start(run, num_processes=2, launcher="accelerate", python_flags=flags).wait(240)
+    assert outcome.ok, outcome
+    assert RunDir(run).history().losses == [(step, 1.5) for step in range(1, 7)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_stop_together_and_a_killed_rank_is_named(engine, ended):
+    run = engine.run(steps=10**6, parallel=True, device="auto", delay=0.01)
+    child = start(run, num_processes=2)
+    ended.append(child)
+    until(running(run, 3), 120)
+    asked = time.time()
+    outcome = child.stop(deadline=30)
+    assert (outcome.state, outcome.exit_code) == ("stopped", 3) and time.time() - asked < 5
+    run = engine.run("other", steps=10**6, parallel=True, device="auto", delay=0.01, end="SIGKILL", rank=1)
+    outcome = start(run, num_processes=2).wait(200)
+    assert outcome.exit_code == -9 and outcome.message.startswith("Rank 1"), outcome
 
 
 def test_another_ranks_error_is_told(engine):
