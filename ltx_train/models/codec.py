@@ -122,25 +122,25 @@ class EngineCodec:
             self._loaded = (key, load())
         return self._loaded[1]  # type: ignore[return-value]
 
-    def _video(self, half: str) -> "VideoCodec":
+    def _video(self, half: str) -> VideoCodec:
         from .video_codec import VideoCodec
 
         halves = {"encoder": half == "encoder", "decoder": half == "decoder"}
         return self._use(f"video_vae.{half}", lambda: VideoCodec.load(self.checkpoint, device=self.device, dtype=self.dtype, **halves))
 
-    def _audio(self, half: str) -> "AudioCodec":
+    def _audio(self, half: str) -> AudioCodec:
         from .audio_codec import AudioCodec
 
         halves = {"encoder": half == "encoder", "decoder": half == "decoder"}
         return self._use(f"audio_vae.{half}", lambda: AudioCodec.load(self.checkpoint, device=self.device, **halves))
 
-    def _text(self) -> "TextEncoder":
+    def _text(self) -> TextEncoder:
         from .text_encoder import TextEncoder
 
         eight = self.load_text_encoder_in_8bit
         return self._use("text_encoder", lambda: TextEncoder.load(self.checkpoint, device=self.device, dtype=self.dtype, load_in_8bit=eight))
 
-    def _tiling(self, codec: "VideoCodec", frames: int, height: int, width: int, *, decode: bool) -> Tiling | None:
+    def _tiling(self, codec: VideoCodec, frames: int, height: int, width: int, *, decode: bool) -> Tiling | None:
         if self.tiling != "auto":
             return self.tiling
         return Tiling.for_memory(int(_free_bytes(self.device) * _USABLE), width, height, frames, codec.bytes_per_pixel(decode=decode))

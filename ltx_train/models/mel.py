@@ -52,7 +52,7 @@ class MelSettings:
     high: float = 8000.0
 
     @classmethod
-    def of(cls, config: Mapping) -> "MelSettings":
+    def of(cls, config: Mapping) -> MelSettings:
         """Read ``config.audio_vae``."""
         stft, mel = config["preprocessing"]["stft"], config["preprocessing"]["mel"]
         rate = config["model"]["params"].get("sampling_rate", 16000)

@@ -31,7 +31,7 @@ class Tiling:
                 raise ConfigError("codec.tiling", f"Tiles of {size} {what} with an overlap of {overlap} cannot be joined.", "The overlap is at least 0 and at most half of the tile; a size of 0 turns tiling off.")
 
     @classmethod
-    def for_memory(cls, free: int, width: int, height: int, frames: int, bytes_per_pixel: float) -> "Tiling | None":
+    def for_memory(cls, free: int, width: int, height: int, frames: int, bytes_per_pixel: float) -> Tiling | None:
         """The largest tiles whose work fits into ``free`` bytes; None when width x height x frames fits whole.
 
         bytes_per_pixel: peak bytes of work for one pixel of one frame (see VideoCodec.bytes_per_pixel).

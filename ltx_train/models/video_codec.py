@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import DataError, MissingPackage
 from ..geometry import VideoFactors
 from .checkpoint import Checkpoint
-from .diffusion_decoder import DiffusionDecoder
+from .diffusion_decoder import DiffusionDecoder, pad_to_floor
 from .tiling import Span, Tiling, causal_encode_spans, over_space, over_time, spatial_spans, temporal_decode_spans, tile_cells
 from .video_codec_keys import MEAN, STD, VaeLayout, constructor_arguments, conv_names
 from .weights import WeightSource, load_weights
@@ -120,12 +120,19 @@ class VideoCodec:
             if noise is None:
                 noise = torch.randn(raw.shape, generator=torch.Generator().manual_seed(seed))
             raw = (1 - self.decode_noise) * raw + self.decode_noise * noise.to(raw)
-        return self._conv_stretches(raw.to(self.dtype), tiles, seed)
+        height, width = raw.shape[3] * self.factors.height, raw.shape[4] * self.factors.width
+        raw = pad_to_floor(raw, (1, self._least, self._least))[0]
+        return (chunk[..., :height, :width] for chunk in self._conv_stretches(raw.to(self.dtype), tiles, seed))
+
+    @property
+    def _least(self) -> int:
+        """The fewest rows or columns the conv decoder takes: a mirrored border needs a neighbour to mirror."""
+        return 1 if self.layout.decoder_padding == "zeros" else 2
 
     def _conv_stretches(self, raw: Tensor, tiles: tuple[int, int, int, int], seed: int) -> Iterator[Tensor]:
         space, overlap, length, late = tiles
         times = temporal_decode_spans(raw.shape[2], length, late, self.factors.time)
-        rows, columns = (spatial_spans(raw.shape[axis], space, overlap, factor) for axis, factor in ((3, self.factors.height), (4, self.factors.width)))
+        rows, columns = (spatial_spans(raw.shape[axis], space, overlap, factor, self._least) for axis, factor in ((3, self.factors.height), (4, self.factors.width)))
         moment = torch.full((raw.shape[0],), self.decode_timestep, device=raw.device, dtype=raw.dtype) if self.layout.timestep_conditioning else None
 
         def tile(time: Span, row: Span, column: Span) -> Tensor:

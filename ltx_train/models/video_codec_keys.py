@@ -84,7 +84,7 @@ class VaeLayout:
     diffusion: dict = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Mapping) -> "VaeLayout":
+    def of(cls, config: Mapping) -> VaeLayout:
         """Read ``config.vae`` of any published file (flat conv VAEs and the nested 2.5 diffusion VAE)."""
         if "encoder" in config:
             return cls._nested(config)
@@ -107,7 +107,7 @@ class VaeLayout:
         )
 
     @classmethod
-    def _nested(cls, config: Mapping) -> "VaeLayout":
+    def _nested(cls, config: Mapping) -> VaeLayout:
         encoder, decoder = config["encoder"], config["decoder"]
         return cls(
             latent_channels=encoder.get("out_channels", 128),

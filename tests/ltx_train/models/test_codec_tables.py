@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from ltx_train.errors import CheckpointError
 from ltx_train.models.audio_codec import audio_halves, vocoder_network
@@ -10,7 +11,7 @@ from ltx_train.models.audio_codec_keys import audio_vae_arguments
 from ltx_train.models.diffusion_decoder import diffusion_network
 from ltx_train.models.families import known_config
 from ltx_train.models.video_codec import conv_halves
-from ltx_train.models.video_codec_keys import MEAN, STD, VaeLayout, diffusion_parts, read_blocks
+from ltx_train.models.video_codec_keys import MEAN, STD, VaeLayout, conv_names, diffusion_parts, read_blocks
 from ltx_train.models.weights import WeightSource, check_weights
 from tests.tensor_tables import table, write_hollow
 
@@ -92,3 +93,15 @@ def test_layouts_that_cannot_be_built_are_refused(blocks: list, code: str) -> No
     assert caught.value.code == code and caught.value.hint and len(caught.value.message) < 120
     if code == "codec.attention_blocks":
         assert "ComfyUI" in caught.value.hint and "attn_res_x" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["ltxv-2b-0.9.0", "ltxv-2b-0.9.1", "ltxv-2b-0.9.5"])
+def test_names_agree_with_the_converter_of_diffusers(name: str) -> None:
+    """Shapes alone would not see two equal blocks exchanged; diffusers converts these three VAEs itself."""
+    convert = pytest.importorskip("diffusers.loaders.single_file_utils").convert_ltx_vae_checkpoint_to_diffusers
+    stored = {n: torch.empty(shape, device="meta") for n, (shape, _, c) in table(name).items() if c.startswith("video_vae")}
+    origin = {id(tensor): n.removeprefix("vae.") for n, tensor in stored.items()}
+    theirs = {origin[id(tensor)]: n for n, tensor in convert(dict(stored)).items()}
+    ours = conv_names((n.removeprefix("vae.") for n in stored), VaeLayout.of(known_config(name)["vae"]))
+    assert len(ours) > 180
+    assert ours == {n: new for n, new in theirs.items() if n in ours}
