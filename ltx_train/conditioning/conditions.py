@@ -83,7 +83,12 @@ class Condition(Section):
 
 
 class TimeCondition(Condition):
-    """Whole time slices are given: latent frames of a video, latent steps of a sound."""
+    """Whole time slices are given: latent frames of a video, latent steps of a sound.
+
+    from_end: given content that is longer than the slices is used from its end.
+    """
+
+    from_end: ClassVar[bool] = False
 
     def slices(self, grid: Grid, generator: torch.Generator | None) -> list[int]:
         """Indices of the given slices; ``generator`` is there for what is random."""
@@ -116,8 +121,6 @@ class TimeCondition(Condition):
             full[:, index * size : (index + 1) * size] = picked[:, place * size : (place + 1) * size]
         return full
 
-    from_end: ClassVar[bool] = False
-
     @staticmethod
     def _line(state: LatentState, indices: list[int]) -> Tensor:
         count, size = time_slices(state.grid)
@@ -144,6 +147,7 @@ class LastFrame(TimeCondition):
 
     modalities = ("video",)
     type: Literal["last_frame"] = "last_frame"
+    from_end = True
 
     def check(self, grid: Grid) -> None:
         _leaves_something(self, 1, grid)
