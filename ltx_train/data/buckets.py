@@ -393,7 +393,8 @@ def encode_batches(plans: Sequence[ClipPlan], size: int) -> list[list[ClipPlan]]
 def propose(probes: Sequence[Probe], factors: VideoFactors, token_budget: int, *, most: int = 4, max_frames: int = 121) -> tuple[Bucket, ...]:
     """Buckets for a dataset under ``token_budget`` tokens a clip: up to ``most`` shapes, as long as most clips allow.
 
-    Frames: the longest 8n+1 that nine of ten clips have (at least two latent frames), or less when the budget leaves under 16x9 cells.
+    Frames: the longest 8n+1 that nine of ten clips have (at least two latent frames), or less when the budget
+    leaves under 16x9 cells a frame (or under what the smallest clip has).
     """
     videos = [p for p in probes if p.kind == "video"]
     stills = [p for p in probes if p.kind == "image"]
@@ -402,7 +403,8 @@ def propose(probes: Sequence[Probe], factors: VideoFactors, token_budget: int, *
         lengths = sorted(p.frames for p in videos)
         usual = lengths[len(lengths) // 10]
         frames = min(max_frames, (usual - 1) // factors.time * factors.time + 1)
-        while frames > factors.time + 1 and token_budget // ((frames - 1) // factors.time + 1) < 144:
+        least = min(144, *(p.width * p.height // (factors.width * factors.height) for p in videos), token_budget)
+        while frames > factors.time + 1 and token_budget // ((frames - 1) // factors.time + 1) < least:
             frames -= factors.time
         found += _shapes(videos, factors, token_budget, max(1, frames), most)
     if stills:

@@ -18,6 +18,7 @@ from .probe import Orientation, Probe, opened
 from .sources import MemoryClip
 
 SEEK_FROM = 2.0  # seconds: nearer starts are decoded from the beginning, which no broken index can spoil
+TIE = 1e-4  # seconds: half way between two frames the earlier one stays
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ def chosen(plan: ClipPlan, *, threads: int = 0) -> Iterator[Any]:
 
 def _memory_frames(plan: ClipPlan) -> Iterator[np.ndarray]:
     frames, rate = plan.media.frames, float(plan.probe.timeline.rate)
+    early = min(0.5 / float(plan.timeline_rate), 0.5 / rate - TIE)
     for seconds in wanted_times(plan):
-        index = min(int((seconds + 0.5 / float(plan.timeline_rate)) * rate + 1e-6), len(frames) - 1)
+        index = min(int((seconds + early) * rate + 1e-6), len(frames) - 1)
         frame = frames[index].detach().cpu()
         yield (frame if frame.dtype == torch.uint8 else (frame.float() * 255).round().clamp(0, 255).to(torch.uint8)).numpy()
 
@@ -96,7 +98,8 @@ def _video_frames(plan: ClipPlan, threads: int) -> Iterator[Any]:
 
 
 def _pick(plan: ClipPlan, frames: Iterator[Timed], end: float, strict: bool = False) -> Iterator[Any]:
-    """What is on screen at each wanted time: the last frame that began before it (half a slot of slack for rounded clocks).
+    """What is on screen at each wanted time: the last frame that began before it, or the next one where that is nearer
+    in time and less than half a slot away (clocks are rounded and jitter).
 
     strict: give nothing when the first frame decoded is later than the first wanted (a seek that landed too far).
     """
@@ -106,7 +109,8 @@ def _pick(plan: ClipPlan, frames: Iterator[Timed], end: float, strict: bool = Fa
     for item in frames:
         if strict and current is None and item.seconds > times[0] + slack:
             return
-        while at < len(times) and item.seconds > times[at] + slack:
+        early = slack if current is None else min(slack, (item.seconds - seen) / 2 - TIE)
+        while at < len(times) and item.seconds > times[at] + early:
             yield current if current is not None else item.frame
             at += 1
         if at == len(times):

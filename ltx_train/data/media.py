@@ -24,7 +24,7 @@ from .writers import write_png, write_video, write_wav
 
 __all__ = [
     "Clip", "Prepared", "Probe", "downmix", "fill_motion", "prepare", "probe", "read_audio_mask", "read_clip", "read_image", "read_mask",
-    "read_reference_audio", "write_png", "write_video", "write_wav",
+    "read_reference_audio", "read_sound_of", "write_png", "write_video", "write_wav",
 ]  # fmt: skip
 
 
@@ -41,17 +41,17 @@ class Clip:
     notes: tuple[Finding, ...] = ()
 
 
-def read_clip(plan: ClipPlan, *, threads: int = 0) -> Clip:
-    """Read one planned clip; frames are decoded, turned, scaled and cropped one at a time.
+def read_clip(plan: ClipPlan, *, threads: int = 0, sound: bool = True) -> Clip:
+    """Read one planned clip; frames are decoded, turned, scaled and cropped one at a time. sound=False leaves the sound out.
 
     Raises MediaError with a finding code when the file is damaged.
     """
     plan = fill_motion(plan)
     frames, alpha = _read_frames(plan, threads) if plan.bucket else (None, None)
-    sound = _sound_of(plan)
-    notes = sound.notes if sound else ()
+    heard = read_sound_of(plan) if sound else None
+    notes = heard.notes if heard else ()
     return Clip(
-        frames, sound.waveform if sound else None, sound.sample_rate if sound else 0, float(plan.fps), sound is not None, alpha if plan.options.alpha == "mask" else None, notes
+        frames, heard.waveform if heard else None, heard.sample_rate if heard else 0, float(plan.fps), heard is not None, alpha if plan.options.alpha == "mask" else None, notes
     )
 
 
@@ -69,7 +69,8 @@ def _read_frames(plan: ClipPlan, threads: int) -> tuple[Tensor, Tensor | None]:
     return frames, alpha
 
 
-def _sound_of(plan: ClipPlan) -> Sound | None:
+def read_sound_of(plan: ClipPlan) -> Sound | None:
+    """The sound of a planned clip, cut to its moments; None where it has none. Raises MediaError for a damaged one."""
     source = plan.sound
     if source is None or plan.role not in ("video", "reference_audio"):
         return None
@@ -208,56 +209,59 @@ class Prepared:
     notes: tuple[Finding, ...] = field(default_factory=tuple)
 
 
-def read_all(plan: ClipPlan, factors: VideoFactors, wanted: frozenset[str] | None = None, threads: int = 0) -> Prepared:
+def read_all(plan: ClipPlan, factors: VideoFactors, wanted: frozenset[str] | None = None, threads: int = 0, sound: bool = True) -> Prepared:
     """A clip with every role it has (or those in ``wanted``); errors are kept, not raised."""
     try:
         plan = fill_motion(plan)
         roles = {role for role in plan.sample.roles if wanted is None or role in wanted}
-        clip = read_clip(plan, threads=threads)
-        reference_plan = reference = sound = mask = None
+        clip = read_clip(plan, threads=threads, sound=sound)
+        reference_plan = reference = heard = mask = None
         if "reference_video" in roles and plan.bucket:
             found = plan_reference(plan, probe(plan.sample.roles["reference_video"]), factors)
             if isinstance(found, Finding):
                 raise MediaError(found.code, f"{plan.sample.id}: {found.message}")
-            reference_plan, reference = found, read_clip(found, threads=threads)
-        if "reference_audio" in roles:
-            sound = read_reference_audio(plan)
+            reference_plan, reference = found, read_clip(found, threads=threads, sound=False)
+        if sound and "reference_audio" in roles:
+            heard = read_reference_audio(plan)
         if "video_mask" in roles and plan.bucket:
             mask = read_mask(plan, factors)
-        elif clip.alpha is not None:
-            mask = None
         notes = clip.notes + (reference_plan.notes if reference_plan else ())
-        return Prepared(plan, clip, reference, reference_plan, sound, mask, None, notes)
+        return Prepared(plan, clip, reference, reference_plan, heard, mask, None, notes)
     except DataError as error:
         return Prepared(plan, error=error)
 
 
 def prepare(
-    batches: Sequence[Sequence[ClipPlan]], factors: VideoFactors, *, wanted: frozenset[str] | None = None, workers: int = 2, ahead: int = 4, stop: threading.Event | None = None
+    batches: Sequence[Sequence[ClipPlan]], factors: VideoFactors, *, wanted: frozenset[str] | None = None, workers: int = 2, ahead: int = 4, sound: bool = False, stop: threading.Event | None = None
 ) -> Iterator[list[Prepared]]:
     """The batches in order, read by ``workers`` threads at most ``ahead`` clips before they are asked for.
 
-    Membership and order are those of ``batches``, however fast the threads are. Closing the iterator ends the threads.
+    sound: read sound too (encoders of pictures do without). Membership and order are those of ``batches``, however fast the threads are. Closing the iterator ends the threads.
     """
     queue = [item for batch in batches for item in batch]
     if workers < 1:
         for batch in batches:
-            yield [read_all(item, factors, wanted) for item in batch]
+            yield [read_all(item, factors, wanted, 0, sound) for item in batch]
         return
     pending: dict[int, Future[Prepared]] = {}
     asked = 0
+    threads = 1 if workers > 1 else 0
+
+    def read(item: ClipPlan) -> Prepared:
+        return read_all(item, factors, wanted, threads, sound)
+
     pool = ThreadPoolExecutor(workers, thread_name_prefix="read-clips")
     try:
         at = 0
         for batch in batches:
             while asked < len(queue) and asked < at + len(batch) + ahead:
-                pending[asked] = pool.submit(read_all, queue[asked], factors, wanted, 1 if workers > 1 else 0)
+                pending[asked] = pool.submit(read, queue[asked])
                 asked += 1
             ready = []
             for n in range(at, at + len(batch)):
                 ready.append(pending.pop(n).result())
                 if asked < len(queue):
-                    pending[asked] = pool.submit(read_all, queue[asked], factors, wanted, 1 if workers > 1 else 0)
+                    pending[asked] = pool.submit(read, queue[asked])
                     asked += 1
             at += len(batch)
             yield ready

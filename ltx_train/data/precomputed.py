@@ -67,6 +67,7 @@ class PrecomputedDataset:
             raise DataError("precomputed.empty", f"No sample in {root} has all of: conditions, {', '.join(self.folders)}.", "Paths must agree: latents/a.pt with conditions/a.pt.")
         self.audio_grid = (audio_grid or AudioGrid(1)) if "audio" in self.folders else None
         self._units: list[Unit] | None = None
+        self._usual_steps: dict[tuple[int, float], int] = {}
         self._conditions = {f.name: f.condition for f in self._files}
 
     def _folders(self, directories: Mapping[str, str] | None) -> dict[str, Path]:
@@ -99,8 +100,18 @@ class PrecomputedDataset:
     def units(self) -> list[Unit]:
         """Groups by latent shape and rate: each file is read once for it."""
         if self._units is None:
+            for files in self._files:
+                if {"video", "audio"} <= set(files.roles):
+                    grid, steps = self._video(files.roles["video"]).grid, self._audio(files.roles["audio"]).grid.steps
+                    self._usual_steps.setdefault((grid.frames, grid.fps), steps)
             self._units = [self._unit(self.item(n)) for n in range(len(self))]
         return self._units
+
+    def _steps(self, grid: VideoGrid) -> int:
+        """Sound steps that a silent clip would have: those of others as long, so that they may share a batch."""
+        if self.audio_grid is None or grid.frames == 1:
+            return 0
+        return self._usual_steps.get((grid.frames, grid.fps)) or self.audio_grid.of_seconds(grid.seconds).steps
 
     @staticmethod
     def _unit(item: Item) -> Unit:
@@ -121,7 +132,7 @@ class PrecomputedDataset:
                 roles[role] = self._audio(path)
             elif role.endswith("mask"):
                 roles[role] = load_pt(path)["mask"].float()
-        steps = audio.grid.steps if audio else (self.audio_grid.of_seconds(video.grid.seconds).steps if self.audio_grid and video and video.grid.frames > 1 else 0)
+        steps = audio.grid.steps if audio else self._steps(video.grid) if video else 0
         return Item(files.name, files.name, video, audio, roles, steps)
 
     def _video(self, path: Path) -> Latents:

@@ -369,7 +369,7 @@ class _Times:
                 _check_whole(path, stream, size)
             if video is None:
                 return cls(None, 0.0)
-            if video.frames and entries is not None and len(entries) >= video.frames:
+            if video.frames and entries is not None and len(entries) * 2 > video.frames:
                 base = video.time_base
                 times = [float(e.timestamp * base) for e in entries if not getattr(e, "is_discard", False)]
                 line = timeline_of([*times, times[0] + float(video.duration * base)] if video.duration and times else times, video.average_rate)
@@ -453,6 +453,8 @@ def timeline_of(times: list[float], header_rate: Fraction | None) -> Timeline:
             return Timeline(times[0], Fraction(rate), frames, frames / float(rate), True)
     near = min(STANDARD_RATES, key=lambda r: abs(float(r) - mean))
     rate = near if abs(float(near) - mean) < 0.02 * mean else _rounded(mean)
+    if header_rate and 0.9 * header_rate <= mean <= header_rate and all(abs(n - round(n)) < 0.3 for n in ((t - times[0]) * float(header_rate) for t in times)):
+        rate = Fraction(header_rate)  # a steady clock with some frames dropped
     return Timeline(times[0], rate, max(1, math.floor(seconds * float(rate) + 0.01)), seconds, False)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, InstanceOf, model_validator
 
 from ..errors import DataError
 from ..section import Section
@@ -233,9 +233,8 @@ class TableSource(DatasetSource):
 class MemorySource(DatasetSource):
     """Lists from ComfyUI's dataset nodes: one clip and one caption each (or one caption for all)."""
 
-    model_config = {**DatasetSource.model_config, "arbitrary_types_allowed": True}
     kind: Literal["memory"] = "memory"
-    clips: list[MemoryClip] = Field(description="The clips.")
+    clips: list[InstanceOf[MemoryClip]] = Field(description="The clips.")
     texts: list[str] = Field(default_factory=list, description="One caption a clip, or one for all.")
 
     @model_validator(mode="after")
