@@ -1,6 +1,6 @@
 """TrainStep on tiny models: the loss against plain formulas, keyed randomness, silent clips, streams left out."""
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ltx_train.conditioning.modes import MODES, TrainingStrategySection, mode
+from ltx_train.data.dataset import Batch
 from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, Latents, VideoGrid
 from ltx_train.models.checkpoint import Checkpoint
@@ -36,19 +37,6 @@ class FakeTransformer(nn.Module):
         return tuple(None if m is None else self.weight * m.tokens + m.timesteps[..., None] for m in (video, audio))
 
 
-@dataclass
-class FakeBatch:
-    """The fields of ltx_train.data.dataset.Batch that a step reads."""
-
-    video: Latents | None
-    audio: Latents | None
-    context: Context
-    roles: dict = field(default_factory=dict)
-    audio_present: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    ids: tuple = ()
-
-
 def batch(size=2, seed=0, pick=None, channels=4, width=4, audio_width=4, video_grid=VIDEO, audio_grid=AUDIO):
     """A batch of ``size`` samples, or those of it in ``pick``."""
     g = torch.Generator().manual_seed(seed)
@@ -59,7 +47,7 @@ def batch(size=2, seed=0, pick=None, channels=4, width=4, audio_width=4, video_g
     a_mask = (torch.rand(size, audio_grid.tokens, generator=g) > 0.5).float()[pick]
     context = Context(torch.randn(size, 7, width, generator=g)[pick], torch.randn(size, 7, audio_width, generator=g)[pick])
     v, a = Latents(video, video_grid), Latents(audio, audio_grid)
-    return FakeBatch(
+    return Batch(
         v,
         a,
         context,
@@ -153,13 +141,13 @@ def test_silent_clips_have_no_sound_loss_and_no_way_into_the_video():
     step = TrainStep(model, mode("t2v_audio").strategy(), FlowMatchingSection())
     full = step(data, seed=0, step=0, slot=0)
     assert model.seen[2] is None and full.audio_counts.all()
-    data.audio_present = torch.tensor([True, False])
+    data = replace(data, audio_present=torch.tensor([True, False]))
     part = step(data, seed=0, step=0, slot=0)
     assert part.audio_loss[1] == 0 and part.audio_loss[0] == full.audio_loss[0] and part.audio_counts.tolist() == [True, False]
     torch.testing.assert_close(part.loss, (full.video_loss.sum() + full.audio_loss[0]) / 2)
     keep = model.seen[2].skip_a2v_cross_attn
     assert keep.tolist() == [[1.0, 0.0]] * 3
-    data.audio_present = torch.tensor([False, False])
+    data = replace(data, audio_present=torch.tensor([False, False]))
     step = TrainStep(model, mode("v2a").strategy(), FlowMatchingSection())
     assert step(data, seed=0, step=0, slot=0).loss.item() == 0.0
 
@@ -188,8 +176,7 @@ def test_one_sigma_for_both_streams():
 
 
 def test_weights_of_streams_samples_and_noise_levels():
-    data = batch()
-    data.weight = torch.tensor([2.0, 0.5])
+    data = replace(batch(), weight=torch.tensor([2.0, 0.5]))
     objective = FlowMatchingSection(video_weight=0.3, audio_weight=3.0, weighting="min_snr", balance="auto")
     balance = ModalityBalance(objective)
     balance.update(1.0, 4.0)
@@ -217,8 +204,7 @@ def test_the_shift_counts_targets_without_references():
 
 
 def test_missing_stream_is_named():
-    data = batch()
-    data.audio = None
+    data = replace(batch(), audio=None)
     with pytest.raises(DataError, match="uses audio, but the samples clip0, clip1 have none"):
         TrainStep(FakeTransformer(), mode("t2v_audio").strategy(), FlowMatchingSection())(data, seed=0, step=0, slot=0)
 

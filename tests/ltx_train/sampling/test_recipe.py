@@ -1,0 +1,185 @@
+"""The validation section: official fields and defaults, legacy forms, checks, and which numbers follow the model."""
+
+import pytest
+from pydantic import ValidationError
+
+from ltx_train.errors import ConfigError
+from ltx_train.geometry import VideoFactors
+from ltx_train.models.families import FAMILIES
+from ltx_train.sampling.guidance import Guidance
+from ltx_train.sampling.recipe import MODEL_NUMBERS, ValidationSample, ValidationSection
+from ltx_train.sampling.sample_conditions import FirstFrameSample, ReferenceSample
+from ltx_train.sampling.schedule import DISTILLED, LTXV_098_DISTILLED, sigma_schedule
+
+# reference/official_trainer.md 1.7
+OFFICIAL_DEFAULTS = dict(
+    samples=(), video_dims=(960, 544, 89), frame_rate=24.0, seed=42, inference_steps=30, interval=100, video_cfg_scale=3.0, audio_cfg_scale=7.0,
+    video_stg_scale=1.0, audio_stg_scale=1.0, stg_blocks=(28,), guidance_rescale=0.7, video_modality_guidance_scale=3.0,
+    audio_modality_guidance_scale=3.0, generate_audio=True, generate_video=True, skip_initial_validation=False,
+)  # fmt: skip
+
+
+def read(**fields):
+    return ValidationSection.model_validate(fields)
+
+
+def test_official_defaults():
+    section = ValidationSection()
+    assert {name: getattr(section, name) for name in OFFICIAL_DEFAULTS} == OFFICIAL_DEFAULTS
+    assert not section.active and read(samples=[{"prompt": "a"}]).active and not read(samples=[{"prompt": "a"}], interval=None).active
+
+
+def test_official_samples_with_every_condition():
+    conditions = [
+        {"type": "first_frame", "image_or_video": "a.png"},
+        {"type": "prefix", "video": "a.mp4", "num_frames": 57},
+        {"type": "prefix", "audio": "a.wav", "duration": 1.0},
+        {"type": "suffix", "video": "a.mp4", "num_frames": 64},
+        {"type": "spatial_crop", "video": "a.mp4", "spatial_region": [0, 0, 288, 576]},
+        {"type": "mask", "video": "a.mp4", "mask": "m.mp4"},
+        {"type": "mask", "audio": "a.wav", "mask": "m.pt"},
+        {"type": "reference", "video": "a.mp4", "downscale_factor": 2, "temporal_scale_factor": 1, "include_in_output": True},
+    ]
+    section = read(samples=[{"prompt": "a", "conditions": conditions, "video_dims": [512, 512, 25], "seed": 0}, {"prompt": "b", "conditions": [{"type": "video_to_audio", "video": "a.mp4"}]}])
+    assert section.seed_of(section.samples[0]) == 0  # seed 0 is a seed
+    assert section.seed_of(section.samples[1]) == 42
+    assert section.samples[1].frozen() == "video"
+    assert read(**section.model_dump(mode="json")) == section
+
+
+def test_legacy_forms(tmp_path):
+    image, clip = tmp_path / "a.png", tmp_path / "b.mp4"
+    image.touch(), clip.touch()
+    section = read(
+        prompts=["one", "two"], images=[str(image), str(image)], reference_videos=[str(clip), str(clip)], reference_downscale_factor=2,
+        include_reference_in_output=True, guidance_scale=4.5, stg_scale=0.5, stg_mode="stg_v",
+    )  # fmt: skip
+    assert [s.prompt for s in section.samples] == ["one", "two"]
+    assert section.samples[0].conditions == (FirstFrameSample(image_or_video=str(image)), ReferenceSample(video=str(clip), downscale_factor=2, include_in_output=True))
+    assert (section.video_cfg_scale, section.audio_cfg_scale, section.video_stg_scale, section.audio_stg_scale) == (4.5, 4.5, 0.5, 0.0)
+    assert read(stg_scale=2.0, stg_mode="stg_av").audio_stg_scale == 2.0
+    assert read(**section.model_dump(mode="json")) == section
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"guidance_scale": 3.0, "video_cfg_scale": 3.0}, "older form"),
+        ({"stg_scale": 1.0, "audio_stg_scale": 1.0}, "older form"),
+        ({"stg_mode": "stg_x"}, "stg_mode"),
+        ({"prompts": ["a", "b"], "images": ["x.png"]}, "1 files for 2 prompts"),
+        ({"prompts": ["a"], "images": ["/nowhere/x.png"]}, "there is no file"),
+        ({"images": ["x.png"]}, "go with prompts"),
+        ({"prompts": ["a"], "samples": [{"prompt": "b"}]}, "not both"),
+        ({"samples": [{"prompt": "a"}], "generate_audio": False, "generate_video": False}, "nothing to sample"),
+        ({"video_cfg_scale": 0.5}, "greater than or equal to 1"),
+        ({"guidance_rescale": 1.5}, "less than or equal to 1"),
+        ({"interval": 0}, "greater than 0"),
+        ({"frame_rat": 24}, "Extra inputs"),
+        ({"samples": [{"prompt": "a", "conditions": [{"type": "prefix", "video": "a", "audio": "b"}]}]}, "either video or audio"),
+        ({"samples": [{"prompt": "a", "conditions": [{"type": "reference"}]}]}, "either video or audio"),
+        ({"samples": [{"prompt": "a", "conditions": [{"type": "prefix", "audio": "b", "num_frames": 9}]}]}, "num_frames is for video"),
+        ({"samples": [{"prompt": "a", "conditions": [{"type": "prefix", "video": "b", "num_frames": 9, "duration": 1.0}]}]}, "not both"),
+    ],
+)
+def test_refusals(fields, said):
+    with pytest.raises(ValidationError, match=said):
+        read(**fields)
+
+
+def test_own_noise_levels_are_checked():
+    with pytest.raises(ConfigError, match="no schedule"):
+        read(sigmas=[0.5, 0.9, 0.0])
+
+
+GIVEN = {"video_to_audio": {"type": "video_to_audio", "video": "a.mp4"}, "audio_to_video": {"type": "audio_to_video", "audio": "a.wav"}}
+
+
+@pytest.mark.parametrize(
+    "conditions, fine",
+    [
+        ([GIVEN["video_to_audio"], GIVEN["audio_to_video"]], False),
+        ([GIVEN["video_to_audio"], {"type": "first_frame", "image_or_video": "a.png"}], False),
+        ([GIVEN["audio_to_video"], {"type": "prefix", "audio": "a.wav"}], False),
+        ([GIVEN["audio_to_video"], {"type": "first_frame", "image_or_video": "a.png"}], True),
+        ([GIVEN["video_to_audio"], {"type": "reference", "audio": "a.wav"}], True),
+    ],
+)
+def test_a_given_stream_takes_no_other_condition(conditions, fine):
+    if fine:
+        assert ValidationSample.model_validate({"prompt": "a", "conditions": conditions}).frozen()
+    else:
+        with pytest.raises(ValidationError, match="cannot be combined"):
+            ValidationSample.model_validate({"prompt": "a", "conditions": conditions})
+
+
+def test_streams_of_a_sample():
+    plain = ValidationSample(prompt="a")
+    given = {k: ValidationSample.model_validate({"prompt": "a", "conditions": [v]}) for k, v in GIVEN.items()}
+    assert read().streams_of(plain, has_audio=True) == ("video", "audio")
+    assert read().streams_of(plain, has_audio=False) == ("video",)  # LTX-Video with the official defaults
+    assert read(generate_video=False).streams_of(plain, has_audio=True) == ("audio",)
+    assert read(generate_audio=False).streams_of(given["audio_to_video"], has_audio=True) == ("video", "audio")
+    assert read(generate_video=False).streams_of(given["video_to_audio"], has_audio=True) == ("video", "audio")
+    for section, sample in ((read(generate_video=False), plain), (read(), given["audio_to_video"])):
+        with pytest.raises(ConfigError) as caught:
+            section.streams_of(sample, has_audio=False)
+        assert caught.value.code == "sample.no_audio_model"
+
+
+def test_texts_and_missing_files(tmp_path):
+    section = read(samples=[{"prompt": "a"}, {"prompt": "a", "negative_prompt": "n"}, {"prompt": "b", "conditions": [{"type": "first_frame", "image_or_video": str(tmp_path / "x.png")}]}])
+    assert section.texts() == ["a", section.negative_prompt, "n", "b"]
+    assert section.missing_files() == [tmp_path / "x.png"]
+
+
+def test_grid_of_a_sample():
+    grid = read(video_dims=[960, 544, 89], frame_rate=23.976).video_grid(ValidationSample(prompt="a"), VideoFactors())
+    assert (grid.frames, grid.height, grid.width, grid.fps) == (12, 17, 30, 23.976)
+    with pytest.raises(ConfigError) as caught:
+        read().video_grid(ValidationSample(prompt="a", video_dims=(970, 544, 90)), VideoFactors())
+    assert caught.value.code == "sample.dims" and "960x544x89" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_follow_the_model(name):
+    family = FAMILIES[name]
+    recipe = ValidationSection().recipe(family)
+    assert recipe.schedule.sigmas == sigma_schedule(family.sampling.steps) and recipe.schedule.sampler == "euler"
+    assert recipe.guidance.stg_blocks == family.sampling.stg_blocks and recipe.guidance.video.cfg == family.sampling.video_cfg
+    assert recipe.image_crf == family.sampling.image_crf and recipe.needs_negative
+    distilled = ValidationSection().recipe(family, distilled=True)
+    assert distilled.schedule.sigmas == (DISTILLED if family.audio else LTXV_098_DISTILLED)
+    assert distilled.schedule.sampler == ("euler_ancestral" if name == "ltx2.5" else "euler")
+    assert distilled.guidance.video.neutral and distilled.guidance.audio.neutral and not distilled.needs_negative
+
+
+def test_numbers_set_by_hand_stay_and_survive_the_yaml():
+    section = read(inference_steps=30, video_cfg_scale=5.0)
+    assert section.set_by_hand == ("inference_steps", "video_cfg_scale")
+    again = read(**section.model_dump(mode="json"))
+    assert again == section
+    recipe = again.recipe(FAMILIES["ltx2"])
+    assert recipe.schedule.steps == 30 and recipe.guidance.video == Guidance(5.0, 1.0, 3.0, 0.7) and recipe.guidance.stg_blocks == (29,)
+    everything = read(**{k: v for k, v in OFFICIAL_DEFAULTS.items() if k in MODEL_NUMBERS})
+    assert everything.recipe(FAMILIES["ltx2"], distilled=True).guidance.video == Guidance(3.0, 1.0, 3.0, 0.7)
+    with pytest.raises(ValidationError, match="set_by_hand"):
+        read(set_by_hand=["prompt"])
+
+
+def test_sampler_and_schedule_by_choice():
+    family = FAMILIES["ltx2.5"]
+    assert read(sampler="euler").recipe(family, distilled=True).schedule.sampler == "euler"
+    assert read(schedule="distilled").recipe(family).schedule.sigmas == DISTILLED
+    assert read(schedule="shifted", inference_steps=4).recipe(family, distilled=True).schedule.sigmas == sigma_schedule(4)
+    assert read(sigmas=[1.0, 0.5, 0.0]).recipe(family).schedule.sigmas == (1.0, 0.5, 0.0)
+    assert read(schedule_tokens=None, inference_steps=4).recipe(family, tokens=999).schedule.sigmas == sigma_schedule(4, tokens=999)
+    assert read(inference_steps=12).recipe(family, distilled=True).schedule.sigmas == sigma_schedule(12)
+
+
+def test_stg_block_of_a_model_of_another_depth():
+    assert ValidationSection().recipe(FAMILIES["ltx2.3"], num_layers=3).guidance.stg_blocks == (1,)
+    assert ValidationSection().recipe(FAMILIES["ltx2.3"], num_layers=48).guidance.stg_blocks == (28,)
+    by_hand = read(stg_blocks=[28]).recipe(FAMILIES["ltx2.3"], num_layers=3).guidance
+    with pytest.raises(ConfigError, match="no block 28"):
+        by_hand.blocks(3)
