@@ -23,7 +23,15 @@ class AudioCodec:
     """
 
     def __init__(
-        self, grid: AudioGrid, mel: MelSettings, encoder: nn.Module | None, decoder: nn.Module | None, vocoder: nn.Module | None, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, rate: int
+        self,
+        grid: AudioGrid,
+        mel: MelSettings,
+        encoder: nn.Module | None,
+        decoder: nn.Module | None,
+        vocoder: nn.Module | None,
+        statistics: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        rate: int,
     ) -> None:
         self.grid, self.mel, self.dtype = grid, mel, dtype
         self.encoder, self.decoder, self.vocoder = encoder, decoder, vocoder
@@ -31,10 +39,20 @@ class AudioCodec:
         self.output_rate = rate
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, device: torch.device | str, dtype: torch.dtype = torch.float32, encoder: bool = True, decoder: bool = True, vocoder: bool = True) -> AudioCodec:
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        encoder: bool = True,
+        decoder: bool = True,
+        vocoder: bool = True,
+    ) -> AudioCodec:
         """Build diffusers' networks from the checkpoint's own config and load the halves asked for, strictly.
 
-        decoder loads the vocoder as well, unless vocoder is False (then only :meth:`decode_mel` works). Raises CheckpointError naming the file that would supply what is missing.
+        decoder loads the vocoder as well, unless vocoder is False (then only :meth:`decode_mel` works).
+        Raises CheckpointError naming the file that would supply what is missing.
         """
         source, config = checkpoint.source("audio_vae"), checkpoint.config["audio_vae"]
         arguments = audio_vae_arguments(config)
@@ -42,9 +60,13 @@ class AudioCodec:
         for half, (module, tensors) in audio_halves(source, arguments, encoder=encoder, decoder=decoder).items():
             load_weights(module, tensors, dtype=dtype, device=device)
             halves[half] = module.eval().requires_grad_(False)
-        voice, rate = _vocoder(checkpoint, arguments["output_channels"] * arguments["mel_bins"], device) if decoder and vocoder else (None, 0)
+        voice, rate = (
+            _vocoder(checkpoint, arguments["output_channels"] * arguments["mel_bins"], device) if decoder and vocoder else (None, 0)
+        )
         mean, std = (source.get(name, dtype=torch.float32, device=device) for name in (MEAN, STD))
-        return cls(checkpoint.audio_grid, MelSettings.of(config), halves.get("encoder"), halves.get("decoder"), voice, (mean, std), dtype, rate)
+        return cls(
+            checkpoint.audio_grid, MelSettings.of(config), halves.get("encoder"), halves.get("decoder"), voice, (mean, std), dtype, rate
+        )
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +80,11 @@ class AudioCodec:
         Raises DataError for other layouts and for sounds under 32 ms.
         """
         if waveform.ndim != 3 or waveform.shape[1] not in (1, 2) or not waveform.is_floating_point():
-            raise DataError("codec.waveform", f"A waveform of shape {list(waveform.shape)}, {waveform.dtype} cannot be encoded.", "The codec takes floats [batch, 1 or 2 channels, samples]; mix more channels down first.")
+            raise DataError(
+                "codec.waveform",
+                f"A waveform of shape {list(waveform.shape)}, {waveform.dtype} cannot be encoded.",
+                "The codec takes floats [batch, 1 or 2 channels, samples]; mix more channels down first.",
+            )
         waveform = resample(waveform.to(self.device, torch.float32), sample_rate, self.mel.sample_rate)
         return self.encode_mel(log_mel(waveform.expand(-1, 2, -1), self.mel))
 
@@ -85,7 +111,11 @@ class AudioCodec:
         assert self.decoder is not None, "the decoder was not loaded"
         grid = self.grid
         if latents.ndim != 4 or latents.shape[1] != grid.channels or latents.shape[3] != grid.bins or not latents.shape[2]:
-            raise DataError("codec.latents", f"Latents of shape {list(latents.shape)} cannot be decoded by this audio VAE.", f"It takes [batch, {grid.channels}, steps, {grid.bins}].")
+            raise DataError(
+                "codec.latents",
+                f"Latents of shape {list(latents.shape)} cannot be decoded by this audio VAE.",
+                f"It takes [batch, {grid.channels}, steps, {grid.bins}].",
+            )
         raw = patchify(latents.to(self.device, torch.float32)) * self._std + self._mean
         return self.decoder(self._per_token(latents, raw).to(self.dtype)).float()
 
@@ -93,12 +123,16 @@ class AudioCodec:
         return unpatchify(tokens, AudioGrid(like.shape[2], like.shape[1], like.shape[3]))
 
 
-def audio_halves(source: WeightSource, arguments: dict, *, encoder: bool = True, decoder: bool = True) -> dict[str, tuple[nn.Module, WeightSource]]:
+def audio_halves(
+    source: WeightSource, arguments: dict, *, encoder: bool = True, decoder: bool = True
+) -> dict[str, tuple[nn.Module, WeightSource]]:
     """The halves asked for of diffusers' audio VAE on the meta device, each with its tensors."""
     try:
         from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
     except ImportError as error:
-        raise MissingPackage("diffusers>=0.38", "The engine's audio VAE", "Inside ComfyUI its own audio VAE can do this: connect its socket") from error
+        raise MissingPackage(
+            "diffusers>=0.38", "The engine's audio VAE", "Inside ComfyUI its own audio VAE can do this: connect its socket"
+        ) from error
     with torch.device("meta"):
         vae = AutoencoderKLLTX2Audio(**arguments)
     wanted = {"encoder": encoder, "decoder": decoder}
@@ -112,7 +146,9 @@ def vocoder_network(source: WeightSource, config: Mapping, mel_channels: int) ->
 
         build = library.LTX2VocoderWithBWE if has_extension(config) else library.LTX2Vocoder
     except (ImportError, AttributeError) as error:
-        raise MissingPackage("diffusers>=0.38", "The engine's vocoder", "Inside ComfyUI its own audio VAE can do this: connect its socket") from error
+        raise MissingPackage(
+            "diffusers>=0.38", "The engine's vocoder", "Inside ComfyUI its own audio VAE can do this: connect its socket"
+        ) from error
     arguments = vocoder_arguments(config, mel_channels)
     with torch.device("meta"):
         vocoder = build(**arguments)

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..errors import CheckpointError
-
 _VOCODER_PATHS = {"ups": "upsamplers", "resblocks": "resnets", "conv_pre": "conv_in", "conv_post": "conv_out", "act_post": "act_out"}
 
 
 def audio_vae_arguments(config: Mapping) -> dict:
     """Keyword arguments of diffusers' AutoencoderKLLTX2Audio from ``config.audio_vae``.
 
-    Raises CheckpointError where its width cannot hold the statistics (they lie over channels x mel bins / 4).
+    Its own statistics are as many as its width and stay unused: the file's lie over channels x mel bins / 4 (128).
     """
     params = config["model"]["params"]
     dd = params["ddconfig"]
     stft, mel = config["preprocessing"]["stft"], config["preprocessing"]["mel"]
     bins = mel["n_mel_channels"]
-    if dd["ch"] != dd["z_channels"] * bins // 4:
-        raise CheckpointError(
-            "codec.unknown_layout",
-            f"The audio VAE's width {dd['ch']} is not {dd['z_channels']} latent channels x {bins // 4} bins.",
-            "The engine reads the published LTX-2 audio VAEs; the file's config may be damaged.",
-        )
     return {
         "base_channels": dd["ch"],
         "output_channels": dd["out_ch"],
@@ -60,14 +52,18 @@ def vocoder_arguments(config: Mapping, mel_channels: int) -> dict:
         return _generator(config, mel_channels) | {"output_sampling_rate": config.get("output_sampling_rate", 24000)}
     first, bwe = config["vocoder"], config["bwe"]
     extension = {f"bwe_{name}": value for name, value in _generator(bwe, 2 * bwe["num_mels"]).items()}
-    return _generator(first, mel_channels) | extension | {
-        "filter_length": bwe["n_fft"],
-        "hop_length": bwe["hop_length"],
-        "window_length": bwe.get("win_size", bwe["n_fft"]),
-        "num_mel_channels": bwe["num_mels"],
-        "input_sampling_rate": bwe["input_sampling_rate"],
-        "output_sampling_rate": bwe["output_sampling_rate"],
-    }
+    return (
+        _generator(first, mel_channels)
+        | extension
+        | {
+            "filter_length": bwe["n_fft"],
+            "hop_length": bwe["hop_length"],
+            "window_length": bwe.get("win_size", bwe["n_fft"]),
+            "num_mel_channels": bwe["num_mels"],
+            "input_sampling_rate": bwe["input_sampling_rate"],
+            "output_sampling_rate": bwe["output_sampling_rate"],
+        }
+    )
 
 
 def _generator(config: Mapping, mel_channels: int) -> dict:

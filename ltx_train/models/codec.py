@@ -138,7 +138,9 @@ class EngineCodec:
         from .text_encoder import TextEncoder
 
         eight = self.load_text_encoder_in_8bit
-        return self._use("text_encoder", lambda: TextEncoder.load(self.checkpoint, device=self.device, dtype=self.dtype, load_in_8bit=eight))
+        return self._use(
+            "text_encoder", lambda: TextEncoder.load(self.checkpoint, device=self.device, dtype=self.dtype, load_in_8bit=eight)
+        )
 
     def _tiling(self, codec: VideoCodec, frames: int, height: int, width: int, *, decode: bool) -> Tiling | None:
         if self.tiling != "auto":

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MissingPackage
+from .diffusion_keys import Part, diffusion_parts
 from .neighborhood import BlockedNeighborhoodProcessor, Triple
 from .tiling import Span, over_space, over_time, spatial_spans, temporal_decode_spans
-from .video_codec_keys import Part, VaeLayout, diffusion_parts
+from .video_codec_keys import VaeLayout
 from .weights import TensorInfo, WeightSource, load_weights
 
 
@@ -102,7 +103,9 @@ def diffusion_network(source: WeightSource, layout: VaeLayout) -> tuple[nn.Modul
     try:
         from diffusers.models.autoencoders.ltx2_diffusion_decoder import LTX2VideoDiffusionDecoderModel
     except ImportError as error:
-        raise MissingPackage("diffusers>=0.40", "The LTX-2.5 diffusion decoder", "Or give the conv video VAE file (ltx-2.5-video-vae-conv)") from error
+        raise MissingPackage(
+            "diffusers>=0.40", "The LTX-2.5 diffusion decoder", "Or give the conv video VAE file (ltx-2.5-video-vae-conv)"
+        ) from error
     with torch.device("meta"):
         network = LTX2VideoDiffusionDecoderModel(**layout.diffusion).decoder
     return network, PartSource(source, diffusion_parts(source.keys()), "decoder.")

@@ -99,7 +99,11 @@ def resample(waveform: Tensor, source_rate: int, target_rate: int, *, block: int
     c = rolloff * min(1, target / source). Outside the signal counts as silence.
     """
     if source_rate <= 0 or target_rate <= 0:
-        raise DataError("audio.sample_rate", f"A sample rate of {min(source_rate, target_rate)} Hz cannot be used.", "It must be above 0; the file may be damaged.")
+        raise DataError(
+            "audio.sample_rate",
+            f"A sample rate of {min(source_rate, target_rate)} Hz cannot be used.",
+            "It must be above 0; the file may be damaged.",
+        )
     if source_rate == target_rate:
         return waveform
     shared = math.gcd(source_rate, target_rate)

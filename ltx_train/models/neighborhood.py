@@ -41,7 +41,11 @@ def neighborhood_attention(query: Tensor, key: Tensor, value: Tensor, kernel: Tr
             queries = _columns(query[:, tq : tq + t.block, hq : hq + h.block], w.queries, w.block)
             keys = _columns(key[:, tk : tk + t.reach, hk : hk + h.reach], w.keys, w.reach)
             values = _columns(value[:, tk : tk + t.reach, hk : hk + h.reach], w.keys, w.reach)
-            mask = t.mask[ti][None, :, None, None, :, None, None] & h.mask[hi][None, None, :, None, None, :, None] & w.mask[:, None, None, :, None, None, :]
+            mask = (
+                t.mask[ti][None, :, None, None, :, None, None]
+                & h.mask[hi][None, None, :, None, None, :, None]
+                & w.mask[:, None, None, :, None, None, :]
+            )
             mask = mask.reshape(columns, 1, queries.shape[-2], keys.shape[-2]).repeat(batch, 1, 1, 1)
             result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=1.0)
             result = result.view(batch, columns, heads, t.block, h.block, w.block, dim).permute(1, 0, 3, 4, 5, 2, 6)

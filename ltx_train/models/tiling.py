@@ -12,6 +12,8 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..geometry import VideoFactors
 
+_EDGE = 2  # frames of padding that causal convolutions add; a still costs as much as three frames
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -28,7 +30,11 @@ class Tiling:
     def __post_init__(self) -> None:
         for size, overlap, what in ((self.size, self.overlap, "pixels"), (self.frames, self.frame_overlap, "frames")):
             if size < 0 or overlap < 0 or (size and 2 * overlap > size):
-                raise ConfigError("codec.tiling", f"Tiles of {size} {what} with an overlap of {overlap} cannot be joined.", "The overlap is at least 0 and at most half of the tile; a size of 0 turns tiling off.")
+                raise ConfigError(
+                    "codec.tiling",
+                    f"Tiles of {size} {what} with an overlap of {overlap} cannot be joined.",
+                    "The overlap is at least 0 and at most half of the tile; a size of 0 turns tiling off.",
+                )
 
     @classmethod
     def for_memory(cls, free: int, width: int, height: int, frames: int, bytes_per_pixel: float) -> Tiling | None:
@@ -38,12 +44,13 @@ class Tiling:
         Space stays whole as long as it can, since a seam in time is the less visible one.
         """
         pixels = free / bytes_per_pixel
+        frames += _EDGE
         if width * height * frames <= pixels:
             return None
         for size in (0, 1536, 1024, 768, 512, 384, 256):
             for length in (128, 96, 64, 48):
                 area = width * height if not size else min(size, width) * min(size, height)
-                if area * min(length, frames) <= pixels:
+                if area * min(length + _EDGE, frames) <= pixels:
                     return cls(size, min(128, size // 4), length, 24 if length >= 64 else 16)
         return cls(256, 64, 32, 16)
 

@@ -55,11 +55,19 @@ def read_blocks(entries: Iterable) -> list[Block]:
             )
         axes = name.removesuffix("_res")
         if name not in ("res_x", "res_x_y") and axes not in _STRIDES:
-            raise CheckpointError("codec.unknown_block", f"The video VAE has a block '{name}', which is not known.", f"Known: res_x, res_x_y, {', '.join(_STRIDES)}, each also with _res.")
+            raise CheckpointError(
+                "codec.unknown_block",
+                f"The video VAE has a block '{name}', which is not known.",
+                f"Known: res_x, res_x_y, {', '.join(_STRIDES)}, each also with _res.",
+            )
         widens = options.get("multiplier", 2 if name.endswith("_res") else 1) if axes in _STRIDES else 1
         blocks.append(Block(name, options.get("num_layers", 1), widens, bool(options.get("residual")), bool(options.get("inject_noise"))))
     if not blocks or blocks[0].name != "res_x" or blocks[-1].name != "res_x":
-        raise CheckpointError("codec.unknown_layout", "The video VAE's block list does not begin and end with res_x.", "The file's config may be damaged; use the published file.")
+        raise CheckpointError(
+            "codec.unknown_layout",
+            "The video VAE's block list does not begin and end with res_x.",
+            "The file's config may be damaged; use the published file.",
+        )
     return blocks
 
 
@@ -193,7 +201,11 @@ def _groups(blocks: list[Block], start: int) -> list[_Group]:
         elif block.name == "res_x_y" and groups[-1].widen is None:
             groups[-1].widen = block
         else:
-            raise CheckpointError("codec.unknown_layout", f"The video VAE has '{block.name}' in a place that is not known.", "The engine reads the published LTX VAEs; inside ComfyUI its VAE socket may read this one.")
+            raise CheckpointError(
+                "codec.unknown_layout",
+                f"The video VAE has '{block.name}' in a place that is not known.",
+                "The engine reads the published LTX VAEs; inside ComfyUI its VAE socket may read this one.",
+            )
     return groups
 
 
@@ -246,7 +258,9 @@ def _decoder_arguments(layout: VaeLayout) -> dict:
         up = _groups(layout.decoder, layout.decoder_width)
     scaled = up[:-1]
     if any(g.resample is not None and g.resample.name.endswith("_res") for g in scaled):
-        raise CheckpointError("codec.unknown_layout", "The video VAE's decoder has compress_*_res blocks, which are not known.", "Use the published VAE file.")
+        raise CheckpointError(
+            "codec.unknown_layout", "The video VAE's decoder has compress_*_res blocks, which are not known.", "Use the published VAE file."
+        )
     arguments = {
         # the width that enters each upsampler: that of the stack nearer the latent, already narrowed by a res_x_y between
         "decoder_block_out_channels": tuple(nxt.width // (g.widen.grows if g.widen else 1) for g, nxt in zip(scaled, up[1:])),
@@ -304,56 +318,3 @@ def _inner(name: str, layout: VaeLayout) -> str:
     name = name.replace(".res_blocks.", ".resnets.").replace(".norm3.norm.", ".norm3.")
     name = name.replace(".last_time_embedder.", ".time_embedder.").replace(".last_scale_shift_table", ".scale_shift_table")
     return name.replace(".conv_shortcut.", ".conv_shortcut.conv.") if layout.ltx_video else name
-
-
-# ---- the 2.5 diffusion decoder
-
-_DIFFUSION_INNER = (
-    (".attn.qkv.to_", ".attn.to_"),
-    (".attn.proj.", ".attn.to_out.0."),
-    (".attn.q_norm.", ".attn.norm_q."),
-    (".attn.k_norm.", ".attn.norm_k."),
-    (".t_embedder.mlp.0.", ".t_embedder.timestep_embedder.linear_1."),
-    (".t_embedder.mlp.2.", ".t_embedder.timestep_embedder.linear_2."),
-)
-# Static gates of early files: diffusers' decoder has none, so they are folded into the rows of the layer before.
-_GATES = {"gate_msa": "attn.proj", "gate_mlp": "mlp.w_down", "gate_ctx": "context_proj"}
-
-
-@dataclass(frozen=True)
-class Part:
-    """Where a diffusers tensor comes from: a stored tensor, a third of its rows, and a gate on its rows."""
-
-    name: str
-    third: int | None = None
-    gate: str | None = None
-
-
-def diffusion_parts(names: Iterable[str]) -> dict[str, Part]:
-    """diffusers name -> stored part, for every ``decoder.`` tensor of a 2.5 diffusion decoder.
-
-    The published file stores q, k and v as one tensor of three thirds; ``type_emb`` and ``coarse_*`` serve training only.
-    """
-    names = {n for n in names if n.startswith("decoder.")}
-    parts = {}
-    for name in names:
-        leaf = name.removeprefix("decoder.").split(".")
-        if leaf[0] == "type_emb" or any(p.startswith("coarse_") for p in leaf) or leaf[-1] in _GATES:
-            continue
-        if leaf[-2:-1] == ["qkv"]:
-            for third, which in enumerate("qkv"):
-                parts[name.replace(".attn.qkv.", f".attn.to_{which}.")] = Part(name, third)
-            continue
-        target = name
-        for old, new in _DIFFUSION_INNER:
-            target = target.replace(old, new)
-        parts[target] = Part(name, gate=_gate_of(name, names))
-    return parts
-
-
-def _gate_of(name: str, names: set[str]) -> str | None:
-    for gate, layer in _GATES.items():
-        block, found, _ = name.partition(f".{layer}.")
-        if found and f"{block}.{gate}" in names:
-            return f"{block}.{gate}"
-    return None

@@ -89,7 +89,9 @@ def test_diffusion_decode(case: str, every: int, steps: int, output: str) -> Non
     config["vae"]["model_output_type"] = output
     codec = VideoCodec.load(replace(checkpoint, config=config), device="cpu", dtype=torch.float32, encoder=False)
     assert codec.decoder.floor == (3, 3, 3)
-    recorded = {k.split(".", 2)[2]: v for k, v in load_file(DATA / "ltx2.5.codecs.safetensors").items() if k.startswith(f"diffusion_decode.{case}.")}
+    recorded = {
+        k.split(".", 2)[2]: v for k, v in load_file(DATA / "ltx2.5.codecs.safetensors").items() if k.startswith(f"diffusion_decode.{case}.")
+    }
     noise = fixture_noise(recorded["noise_shape"].tolist())
     assert error(noise.flatten()[:64], recorded["noise_head"]) < 1e-6
     pixels = torch.cat(list(codec.decode_stretches(recorded["latent"], noise=noise)), dim=2)

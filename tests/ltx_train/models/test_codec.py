@@ -23,7 +23,11 @@ def test_one_model_at_a_time(codec: EngineCodec, monkeypatch) -> None:
     loads = []
     for kind in (VideoCodec, AudioCodec):
         original = kind.load.__func__
-        monkeypatch.setattr(kind, "load", classmethod(lambda cls, *a, original=original, **k: loads.append((cls.__name__, k["encoder"])) or original(cls, *a, **k)))
+        monkeypatch.setattr(
+            kind,
+            "load",
+            classmethod(lambda cls, *a, original=original, **k: loads.append((cls.__name__, k["encoder"])) or original(cls, *a, **k)),
+        )
     frames = torch.zeros(1, 9, 64, 32, 3, dtype=torch.uint8)
     latents = codec.encode_video(frames)
     codec.encode_video(frames)

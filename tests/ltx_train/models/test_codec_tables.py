@@ -9,9 +9,10 @@ from ltx_train.errors import CheckpointError
 from ltx_train.models.audio_codec import audio_halves, vocoder_network
 from ltx_train.models.audio_codec_keys import audio_vae_arguments
 from ltx_train.models.diffusion_decoder import diffusion_network
+from ltx_train.models.diffusion_keys import diffusion_parts
 from ltx_train.models.families import known_config
 from ltx_train.models.video_codec import conv_halves
-from ltx_train.models.video_codec_keys import MEAN, STD, VaeLayout, conv_names, diffusion_parts, read_blocks
+from ltx_train.models.video_codec_keys import MEAN, STD, VaeLayout, conv_names, read_blocks
 from ltx_train.models.weights import WeightSource, check_weights
 from tests.tensor_tables import table, write_hollow
 
@@ -73,7 +74,14 @@ def test_audio_vae_and_vocoder(tmp_path, name: str) -> None:
 
 
 def test_gates_of_early_diffusion_decoders_fold_into_rows() -> None:
-    parts = diffusion_parts(["decoder.diff_blocks.0.attn.proj.weight", "decoder.diff_blocks.0.gate_msa", "decoder.diff_blocks.0.mlp.w_down.weight", "decoder.coarse_head.weight"])
+    parts = diffusion_parts(
+        [
+            "decoder.diff_blocks.0.attn.proj.weight",
+            "decoder.diff_blocks.0.gate_msa",
+            "decoder.diff_blocks.0.mlp.w_down.weight",
+            "decoder.coarse_head.weight",
+        ]
+    )
     assert parts["decoder.diff_blocks.0.attn.to_out.0.weight"].gate == "decoder.diff_blocks.0.gate_msa"
     assert parts["decoder.diff_blocks.0.mlp.w_down.weight"].gate is None
     assert len(parts) == 2

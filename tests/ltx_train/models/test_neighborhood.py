@@ -24,7 +24,13 @@ def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, k
 
 @pytest.mark.parametrize(
     "shape, kernel",
-    [((2, 5, 9, 13, 2, 8), (3, 5, 7)), ((1, 3, 20, 17, 1, 8), (3, 3, 3)), ((1, 17, 4, 4, 2, 8), (11, 3, 4)), ((1, 9, 12, 12, 2, 8), (11, 11, 11)), ((1, 1, 2, 3, 1, 8), (3, 7, 7))],
+    [
+        ((2, 5, 9, 13, 2, 8), (3, 5, 7)),
+        ((1, 3, 20, 17, 1, 8), (3, 3, 3)),
+        ((1, 17, 4, 4, 2, 8), (11, 3, 4)),
+        ((1, 9, 12, 12, 2, 8), (11, 11, 11)),
+        ((1, 1, 2, 3, 1, 8), (3, 7, 7)),
+    ],
 )
 def test_equal_to_the_definition(shape, kernel) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -21,7 +21,10 @@ from ltx_train.models.tiling import (
 )
 
 
-@pytest.mark.parametrize("length, size, overlap, minimum", [(n, s, o, m) for n, s, o, m in product((1, 7, 8, 9, 23, 40), (0, 2, 8, 11), (0, 1, 4), (1, 5)) if 2 * o <= s])
+@pytest.mark.parametrize(
+    "length, size, overlap, minimum",
+    [(n, s, o, m) for n, s, o, m in product((1, 7, 8, 9, 23, 40), (0, 2, 8, 11), (0, 1, 4), (1, 5)) if 2 * o <= s],
+)
 def test_cuts_cover_everything_with_at_most_two_tiles_a_cell(length: int, size: int, overlap: int, minimum: int) -> None:
     tiles = cuts(length, size, overlap, minimum)
     count = torch.zeros(length, dtype=torch.int)
@@ -36,7 +39,11 @@ def test_cuts_cover_everything_with_at_most_two_tiles_a_cell(length: int, size: 
 
 @pytest.mark.parametrize("scale", [1, 8, 32])
 def test_weights_sum_to_one(scale: int) -> None:
-    for spans, length in ((spatial_spans(23, 8, 3, scale), 23 * scale), (temporal_decode_spans(23, 8, 3, scale), 22 * scale + 1), (temporal_decode_spans(23, 8, 3, scale, first_alone=False), 22 * scale + 1)):
+    for spans, length in (
+        (spatial_spans(23, 8, 3, scale), 23 * scale),
+        (temporal_decode_spans(23, 8, 3, scale), 22 * scale + 1),
+        (temporal_decode_spans(23, 8, 3, scale, first_alone=False), 22 * scale + 1),
+    ):
         total = torch.zeros(length)
         for span in spans:
             total[span.out : span.out + len(span.weight)] += span.weight

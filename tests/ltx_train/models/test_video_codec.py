@@ -30,7 +30,9 @@ def load(name: str, **options) -> VideoCodec:
 def clip(frames: int, height: int, width: int, seed: int = 0) -> Tensor:
     """A smooth random clip [1, F, H, W, 3] uint8."""
     coarse = torch.rand(1, 3, frames // 4 + 2, height // 16 + 1, width // 16 + 1, generator=torch.Generator().manual_seed(seed))
-    return (F.interpolate(coarse, (frames, height, width), mode="trilinear") * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+    return (
+        (F.interpolate(coarse, (frames, height, width), mode="trilinear") * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+    )
 
 
 def pixels(codec: VideoCodec, latents: Tensor, tiling: Tiling | None = None, **options) -> Tensor:
@@ -171,7 +173,12 @@ def test_first_ltx_video_vaes_run_and_repeat(name: str) -> None:
 
 @pytest.mark.parametrize(
     "shape, code, said",
-    [((1, 9, 48, 64, 3), "codec.frame_size", "64x64"), ((1, 10, 64, 64, 3), "codec.frame_count", "9 or 17"), ((1, 9, 64, 64), "codec.frames", "uint8"), ((1, 9, 64, 64, 4), "codec.frames", "uint8")],
+    [
+        ((1, 9, 48, 64, 3), "codec.frame_size", "64x64"),
+        ((1, 10, 64, 64, 3), "codec.frame_count", "9 or 17"),
+        ((1, 9, 64, 64), "codec.frames", "uint8"),
+        ((1, 9, 64, 64, 4), "codec.frames", "uint8"),
+    ],
 )
 def test_wrong_sizes_are_clear_errors(shape, code: str, said: str) -> None:
     codec = load("ltx2.3", decoder=False)
