@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, model_validator
 from torch import Tensor
 
 from ..errors import DataError
@@ -18,8 +18,10 @@ from ..section import Section
 from ..text import Context, TextFeatures
 from .buckets import ClipOptions
 from .cache import Cache, Manifest
+from .items import Item, TrainingDataset
+from .precomputed import PrecomputedDataset, find_root
 from .sampler import BucketSampler, Stage, Unit
-from .sources import Captions, FolderSource, Sample, TableSource, open_source
+from .sources import Captions, FolderSource, Sample, TableSource, open_source, with_kind
 
 if TYPE_CHECKING:
     from .buckets import Bucket
@@ -39,7 +41,9 @@ class DataSection(Section):
     preprocessed_data_root: str | None = Field(None, description="Folder of a cache of ours or of the official .precomputed layout.")
     num_dataloader_workers: int = Field(2, ge=0, le=64, description="Threads that load batches ahead.")
     dataset: str | None = Field(None, description="Folder of clips, or a .csv, .json or .jsonl file, to preprocess before training.")
-    sources: list[FolderSource | TableSource] = Field(default_factory=list, description="Several datasets, each with its own settings.")
+    sources: list[Annotated[FolderSource | TableSource, Discriminator("kind"), BeforeValidator(with_kind)]] = Field(
+        default_factory=list, description="Several datasets, each with its own settings."
+    )
     cache_dir: str | None = Field(None, description="Where encoded clips go; None is .ltx_cache beside the dataset.")
     index: str = Field("index.json", description="Name of the list of this dataset inside the cache.")
     resolution_buckets: str | None = Field(None, description="Buckets such as 960x544x49;512x512; auto proposes them from the clips.")
@@ -102,32 +106,6 @@ class DataSection(Section):
         return found
 
 
-@dataclass(frozen=True)
-class Item:
-    """One loaded sample; latents have a batch of 1, masks none."""
-
-    id: str
-    text: str
-    video: Latents | None
-    audio: Latents | None
-    roles: Mapping[str, Latents | Tensor] = field(default_factory=dict)
-    audio_steps: int = 0
-    weight: float = 1.0
-
-
-class TrainingDataset(Protocol):
-    """What the loop needs of a dataset: ours or the official folder."""
-
-    audio_grid: AudioGrid | None
-
-    def __len__(self) -> int: ...
-    def units(self) -> list[Unit]: ...
-    def item(self, index: int) -> Item: ...
-    def features(self, key: str) -> TextFeatures: ...
-    def text_keys(self) -> list[str]: ...
-    def empty_text(self) -> str | None: ...
-
-
 class CachedDataset:
     """The entries of one manifest, loaded from the cache when asked for."""
 
@@ -180,8 +158,6 @@ def open_dataset(root: str | Path, *, factors: VideoFactors, audio_grid: AudioGr
 
     directories: official role -> folder name (video, audio, reference_video...), for the official layout.
     """
-    from .precomputed import PrecomputedDataset, find_root
-
     root = Path(root).expanduser()
     if (root / index).is_file():
         return CachedDataset(root, index)

@@ -16,6 +16,7 @@ from .colour import composite, hdr_to_rgb, rgb, rgba
 from .findings import MediaError
 from .probe import Orientation, Probe, opened
 from .sources import MemoryClip
+from .stills import Timed, animation_frames, read_still, upright
 
 SEEK_FROM = 2.0  # seconds: nearer starts are decoded from the beginning, which no broken index can spoil
 TIE = 1e-4  # seconds: half way between two frames the earlier one stays
@@ -27,14 +28,6 @@ class Picture:
 
     pixels: Tensor
     alpha: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A decoded frame with its start in seconds on the file's clock."""
-
-    seconds: float
-    frame: Any
 
 
 def wanted_times(plan: ClipPlan) -> list[float]:
@@ -61,8 +54,6 @@ def chosen(plan: ClipPlan, *, threads: int = 0) -> Iterator[Any]:
     if isinstance(plan.media, MemoryClip):
         yield from _memory_frames(plan)
     elif plan.probe.kind == "image" or plan.probe.animated:
-        from .stills import animation_frames, read_still
-
         if plan.probe.kind == "image":
             still = read_still(plan.media)
             yield from (still for _ in range(plan.frames))
@@ -246,12 +237,3 @@ def _fit(image: Tensor, turn: Orientation, place: Placement, bucket: Bucket, bor
     top, left = max(0, -place.top), max(0, -place.left)
     canvas[top : top + image.shape[0], left : left + image.shape[1]] = image
     return canvas
-
-
-def upright(image: Tensor, turn: Orientation) -> Tensor:
-    """[H, W, C] mirrored and turned clockwise as ``turn`` says."""
-    if turn.mirrored:
-        image = image.flip(1)
-    return torch.rot90(image, -turn.degrees // 90 % 4, (0, 1)) if turn.degrees else image
-
-

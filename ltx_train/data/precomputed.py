@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..geometry import AudioGrid, Latents, VideoFactors, VideoGrid, unpatchify
 from ..text import TextFeatures
-from .dataset import Item
+from .items import Item
 from .sampler import Unit
 
 FOLDERS: dict[str, tuple[str, ...]] = {

@@ -62,6 +62,7 @@ class Row:
                 "codec": found.codec,
                 "pixel_format": found.pixel_format,
                 "transfer": found.transfer,
+                "sound": "none" if found.sound is None else f"{found.sound.layout} {found.sound.sample_rate} Hz",
                 "audio": None if found.sound is None else {"rate": found.sound.sample_rate, "channels": found.sound.channels, "layout": found.sound.layout, "seconds": round(found.sound.seconds, 4)},
             }
         if first is not None:

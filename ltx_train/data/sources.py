@@ -178,8 +178,9 @@ class TableSource(DatasetSource):
 
     kind: Literal["table"] = "table"
     path: str = Field(description="The dataset file; relative paths in it start at its folder.")
-    caption_column: str | None = Field(None, description="Column of the caption; None tries caption, text, prompt, description.")
-    video_column: str | None = Field(None, description="Column of the clip; None tries video, media_path and their like.")
+    columns: dict[Literal["video", "audio", "reference_video", "reference_audio", "video_mask", "audio_mask", "caption"], str] = Field(
+        default_factory=dict, description="Names of columns where they are not the usual ones, such as caption: my_text."
+    )
 
     def samples(self) -> list[Sample]:
         path = Path(self.path).expanduser()
@@ -195,16 +196,16 @@ class TableSource(DatasetSource):
 
     def _check_columns(self, path: Path, rows: list[Any]) -> None:
         known = sorted({name for row in rows for name in row.columns})
-        for wanted in (self.caption_column, self.video_column):
-            if wanted and known and wanted.lower() not in known:
+        for wanted in self.columns.values():
+            if known and wanted.lower() not in known:
                 raise DataError("dataset.column", f"{path.name} has no column {wanted}.", f"Its columns: {', '.join(known)}")
 
     def _sample(self, path: Path, row: Any, text: Text, seen: dict[str, int]) -> Sample:
         findings = [Finding("row.broken", row.fault)] if row.fault else []
         if text.guessed:
             findings.append(Finding("caption.guessed_encoding", f"{path.name} is not UTF-8; read as {text.encoding}"))
-        media = _cell_path(path, row.columns, "video", self.video_column)
-        roles = {role: found for role in ROLES if (found := _cell_path(path, row.columns, role, None))}
+        media = _cell_path(path, row.columns, "video", self.columns.get("video"))
+        roles = {role: found for role in ROLES if (found := _cell_path(path, row.columns, role, self.columns.get(role)))}
         if media is None:
             media = roles.pop("audio", None)  # a sound of its own
         if media is None and not row.fault:
@@ -226,7 +227,7 @@ class TableSource(DatasetSource):
             findings=tuple(findings),
             dataset=self.name or path.stem,
         )
-        written = _cell(columns, "caption", self.caption_column)
+        written = _cell(columns, "caption", self.columns.get("caption"))
         return self._finish(sample, written, media.stem if media else name)
 
 
@@ -282,6 +283,15 @@ class ChainSource(DatasetSource):
 
 Source = FolderSource | TableSource | MemorySource | ChainSource
 
+TABLE_EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl")
+
+
+def with_kind(source: Any) -> Any:
+    """A source's mapping with ``kind`` filled in from its path, so that YAML need not say it."""
+    if isinstance(source, Mapping) and "kind" not in source and isinstance(source.get("path"), str):
+        return {**source, "kind": "table" if source["path"].lower().endswith(TABLE_EXTENSIONS) else "folder"}
+    return source
+
 
 def open_source(path: str | Path, **fields: Any) -> FolderSource | TableSource:
     """The source of a path: a dataset file, a folder that holds one (dataset.json, metadata.jsonl...), or a folder of clips."""
@@ -294,7 +304,7 @@ def open_source(path: str | Path, **fields: Any) -> FolderSource | TableSource:
         return FolderSource(path=str(path), **fields)
     if not path.exists():
         raise DataError("dataset.missing", f"There is no dataset at {path}.", "Give a folder of clips, or a .csv, .json or .jsonl file.")
-    if path.suffix.lower() not in (".csv", ".tsv", ".json", ".jsonl"):
+    if path.suffix.lower() not in TABLE_EXTENSIONS:
         raise DataError("dataset.kind", f"{path.name} is no dataset file.", "Give a folder of clips, or a .csv, .json or .jsonl file.")
     return TableSource(path=str(path), **fields)
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .findings import MediaError
-from .probe import animation_times, exif_orientation
+from .probe import Orientation, animation_times, exif_orientation
 
-if TYPE_CHECKING:
-    from .decode import Timed
+
+@dataclass(frozen=True)
+class Timed:
+    """A decoded frame with its start in seconds on the file's clock."""
+
+    seconds: float
+    frame: Any
 
 
 def read_still(path: Path) -> np.ndarray:
@@ -31,8 +38,6 @@ def read_still(path: Path) -> np.ndarray:
     except (OSError, SyntaxError, ValueError) as error:
         code = "media.truncated" if "truncated" in str(error).lower() else "media.decode"
         raise MediaError(code, f"{path.name} cannot be read: {str(error)[:70]}") from error
-    from .decode import upright
-
     return upright(torch.from_numpy(pixels), turn).contiguous().numpy()
 
 
@@ -68,8 +73,6 @@ def animation_frames(path: Path) -> Iterator[Timed]:
     """Frames of a GIF, WebP or APNG with their times; each [H, W, 3 or 4] uint8."""
     from PIL import Image
 
-    from .decode import Timed
-
     try:
         with Image.open(path) as image:
             times = animation_times(image, image.n_frames)
@@ -78,3 +81,10 @@ def animation_frames(path: Path) -> Iterator[Timed]:
                 yield Timed(seconds, to_array(image))
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         raise MediaError("media.decode", f"{path.name}: decoding stopped: {str(error)[:60]}") from error
+
+
+def upright(image: Tensor, turn: Orientation) -> Tensor:
+    """[H, W, C] mirrored and turned clockwise as ``turn`` says."""
+    if turn.mirrored:
+        image = image.flip(1)
+    return torch.rot90(image, -turn.degrees // 90 % 4, (0, 1)) if turn.degrees else image

@@ -113,7 +113,7 @@ def test_folder_with_a_dataset_file(tmp_path):
 def test_unknown_column_and_missing_paths_are_named(tmp_path):
     path = touch(tmp_path / "d.csv", "video,caption\nv.mp4,x\n")
     with pytest.raises(DataError, match="no column words"):
-        TableSource(path=str(path), caption_column="words").samples()
+        TableSource(path=str(path), columns={"caption": "words"}).samples()
     for bad in (tmp_path / "nothing", tmp_path / "no.csv"):
         with pytest.raises(DataError):
             open_source(bad)
@@ -189,3 +189,12 @@ def test_chain(tmp_path):
     second = FolderSource(path=str(tmp_path / "two" / "one"), captions=Captions(policy="trigger", trigger="B"))
     found = ChainSource(sources=[first, second], repeats=2).samples()
     assert [(s.id, s.caption, s.repeats, s.weight, s.buckets) for s in found] == [("one/a.png", "A", 6, 0.5, "64x64"), ("one~2/a.png", "B", 2, 1.0, None)]
+
+
+def test_named_columns_and_kinds_by_path(tmp_path):
+    from ltx_train.data.dataset import DataSection
+
+    touch(tmp_path / "v.mp4"), touch(tmp_path / "f" / "w.mp4"), touch(tmp_path / "d.csv", "clip,words,caption\nv.mp4,mine,not this\n")
+    section = DataSection(sources=[{"path": str(tmp_path / "d.csv"), "columns": {"video": "clip", "caption": "words"}}, {"path": str(tmp_path / "f"), "captions": {"missing": "empty"}}])
+    assert [(s.id, s.caption) for s in section.samples()] == [("d/v.mp4", "mine"), ("f/w.mp4", "")]
+    assert DataSection.model_validate(section.model_dump(mode="json")) == section
