@@ -12,8 +12,9 @@ from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, field_val
 from ..errors import ConfigError, DataError, nearest
 from ..geometry import Grid, Latents
 from ..section import Section
-from .conditions import FOLDERS, FirstFrame, Keyframes, LastFrame, Mask, Media, Prefix, RandomMask, SpatialCrop, Suffix
+from .conditions import FOLDERS, FirstFrame, Keyframes, LastFrame, Media, Prefix, Suffix
 from .draws import Draws, Sure
+from .masks import Mask, RandomMask, SpatialCrop
 from .references import Beside, KeyframeTokens, Reference
 from .state import LatentState
 

@@ -79,8 +79,8 @@ class Reference(Beside):
         line = reference.positions(device)
         time = line[:1]
         if stride != 1:
-            frame = torch.tensor(1 / target.fps, device=time.device)  # rounded to float32 first, as the official code does
-            time = (time - (stride - 1) * frame).clamp(min=0)
+            # rounded to float32 as the official code does; on the CPU, so that nothing waits for the accelerator
+            time = (time - float((stride - 1) * torch.tensor(1 / target.fps))).clamp(min=0)
         return torch.cat([time, line[1:] * scale])
 
     def factors(self, target: VideoGrid, reference: VideoGrid) -> tuple[int, int]:

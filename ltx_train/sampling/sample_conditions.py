@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from ..conditioning.conditions import CONTENT, Condition, FirstFrame, Keyframes, LastFrame, Mask, Media, Prefix, SpatialCrop, Suffix
+from ..conditioning.conditions import CONTENT, Condition, FirstFrame, Keyframes, LastFrame, Media, Prefix, Suffix
 from ..conditioning.draws import Sure
+from ..conditioning.masks import Mask, SpatialCrop
 from ..conditioning.references import KeyframeTokens, Reference
 from ..conditioning.state import LatentState, time_slices
 from ..errors import DataError
@@ -358,5 +357,3 @@ AnySampleCondition = Annotated[
     | AudioToVideoSample,
     Field(discriminator="type"),
 ]
-
-Encoded = Mapping[str, "Latents | Tensor"]

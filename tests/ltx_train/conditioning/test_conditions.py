@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from ltx_train.conditioning.conditions import CONTENT, FirstFrame, Keyframes, LastFrame, Mask, Prefix, RandomMask, SpatialCrop, Suffix
+from ltx_train.conditioning.conditions import CONTENT, FirstFrame, Keyframes, LastFrame, Prefix, Suffix
 from ltx_train.conditioning.draws import Sure
+from ltx_train.conditioning.masks import Mask, RandomMask, SpatialCrop
 from ltx_train.conditioning.state import LatentState
 from ltx_train.errors import ConfigError, DataError
 from ltx_train.geometry import AudioGrid, Latents, VideoGrid
