@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointError
 from ..geometry import AudioGrid, VideoFactors
 from .checkpoint_parts import COMPONENTS, Part, find_parts, folder_parts, open_files
@@ -341,12 +339,3 @@ def audio_layout(config: Mapping[str, Any]) -> AudioGrid:
     mels = int((pre.get("mel") or {}).get("n_mel_channels") or dd.get("mel_bins") or 64)
     hop = int((pre.get("stft") or {}).get("hop_length") or 160)
     return AudioGrid(1, int(dd.get("z_channels", 8)), mels // factor, factor, hop, int(params.get("sampling_rate", 16000)))
-
-
-def float_dtype(source: WeightSource) -> torch.dtype:
-    """The commonest floating dtype of a component's tensors, as ``get`` gives them."""
-    counts: dict[torch.dtype, int] = {}
-    for name in source.keys():
-        kind = source.info(name).dtype
-        counts[kind] = counts.get(kind, 0) + 1
-    return max((k for k in counts if k.is_floating_point), key=counts.__getitem__, default=torch.bfloat16)

@@ -28,6 +28,7 @@ class _Store:
     def __init__(self, files: Iterable[SafetensorsFile]) -> None:
         self.files = tuple(files)
         self.where: dict[str, SafetensorsFile] = {}
+        self._confs: dict[str, dict[str, object] | None] = {}
         for file in self.files:
             for name in file.spans:
                 if name in self.where:
@@ -72,7 +73,12 @@ class _Store:
         return frozenset(found)
 
     def conf(self, name: str) -> dict[str, object] | None:
-        """What is known of the quantisation of the stored weight ``name``; None for a plain tensor."""
+        """What is known of the quantisation of the stored weight ``name``; None for a plain tensor. Read once."""
+        if name not in self._confs:
+            self._confs[name] = self._conf(name)
+        return self._confs[name]
+
+    def _conf(self, name: str) -> dict[str, object] | None:
         layer, _, last = name.rpartition(".")
         if last != "weight":
             return None

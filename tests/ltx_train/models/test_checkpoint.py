@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from ltx_train.errors import CheckpointError
 from ltx_train.geometry import AudioGrid, VideoFactors
-from ltx_train.models.checkpoint import Checkpoint, audio_layout, float_dtype, vae_factors
+from ltx_train.models.checkpoint import Checkpoint, audio_layout, vae_factors
 from ltx_train.models.families import FAMILIES, known_config
 from ltx_train.models.inspect import inspect_files
 from ltx_train.models.safetensors_file import SafetensorsFile
+from ltx_train.models.transformer import load_transformer
 from tests.tensor_tables import table, write_hollow
 
 PARITY = Path(__file__).parents[2] / "parity" / "data"
@@ -185,10 +186,6 @@ def test_audio_layout():
     """8 channels x 16 bins, 25 steps a second in every published model; other sizes from the config."""
     assert audio_layout(known_config("ltx2.3")["audio_vae"]) == AudioGrid(1)
     assert Checkpoint.open(PARITY / "audio_vae_2ch.checkpoint.safetensors").audio_grid == AudioGrid(1, channels=2, bins=4)
-
-
-def test_float_dtype():
-    assert float_dtype(Checkpoint.open(V1).source("transformer")) == torch.bfloat16
 
 
 # ---- text encoders
@@ -388,6 +385,31 @@ def test_ltx_video_fp8_of_the_vendor_is_refused(tmp_path):
     assert "bf16" in caught.value.hint
     save_file(fp8 | {"model.diffusion_model.scaled_fp8": torch.ones(1)}, tmp_path / "scaled.safetensors", SafetensorsFile.open(LTXV).metadata)
     assert Checkpoint.open(tmp_path / "scaled.safetensors").components["transformer"].quantisation["float8_e4m3fn"] > 20
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise"])
+def test_a_quantised_repack_fills_the_transformer(kind, tmp_path):
+    """The vendor's fp8 form (header metadata) and ComfyUI's int8 form (comfy_quant): each weight is its q x scale."""
+    tensors, layers, expected = load_file(V23), {}, {}
+    for name in [n for n in tensors if ".transformer_blocks." in n and n.endswith("to_q.weight")]:
+        layer, value = name.removesuffix(".weight"), tensors[name].float()
+        if kind == "int8_tensorwise":
+            scale = value.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (value / scale).round().to(torch.int8)
+            tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+        else:
+            scale = value.abs().amax() / 448
+            tensors[name], tensors[f"{layer}.input_scale"] = (value / scale).to(torch.float8_e4m3fn), torch.ones(())
+            layers[layer] = {"format": kind}
+        tensors[f"{layer}.weight_scale"] = scale
+        expected[layer.removeprefix("model.diffusion_model.")] = tensors[name].float() * scale
+    said = SafetensorsFile.open(V23).metadata | ({"_quantization_metadata": json.dumps({"layers": layers})} if layers else {})
+    save_file(tensors, tmp_path / "q.safetensors", said)
+    checkpoint = Checkpoint.open(tmp_path / "q.safetensors")
+    assert checkpoint.transformer == Checkpoint.open(V23).transformer
+    assert inspect_files([tmp_path / "q.safetensors"])["quantisation"] == {kind: len(expected)}
+    model = load_transformer(checkpoint, dtype=torch.float32, device="cpu")
+    assert len(expected) == 18 and all(torch.equal(model.get_submodule(n).weight, v) for n, v in expected.items())
 
 
 # ---- inspect
