@@ -41,12 +41,12 @@ def test_mel_of_a_tone_peaks_at_its_band() -> None:
     assert torch.allclose(silence, torch.full_like(silence, math.log(1e-5)))
 
 
-@pytest.mark.parametrize("rate", [48000, 44100, 22050, 24000, 32000, 8000, 96000, 44101])
-@pytest.mark.parametrize("hertz", [220.0, 3000.0, 7000.0, 9500.0])
+TONES = [(rate, hertz) for rate in (48000, 44100, 22050, 24000, 8000, 96000, 44101) for hertz in (220.0, 3000.0, 7000.0, 9500.0) if hertz < 0.47 * rate]
+
+
+@pytest.mark.parametrize("rate, hertz", TONES)
 def test_resampled_tones_are_the_same_tones(rate: int, hertz: float) -> None:
     """Closed form: below both Nyquist frequencies the sampled sine itself, above the lower one nothing."""
-    if hertz >= 0.94 * rate / 2:
-        pytest.skip("the source cannot hold this tone")
     ours = resample(tone(rate, hertz), rate, 16000)
     wanted = tone(16000, hertz)[: len(ours)] if hertz < 8000 else torch.zeros(len(ours))
     assert len(ours) == math.ceil(int(rate * 0.5) * 16000 / rate)
