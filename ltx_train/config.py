@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from .conditioning.modes import TrainingStrategySection
 from .data.dataset import DataSection
 from .errors import ConfigError, nearest
 from .lora.adapters import LoraSection
 from .memory.settings import AccelerationSection
-from .runs.publish import HubSection, WandbSection
+from .runs.publish import HubSection, LoggingSection, WandbSection
 from .sampling.recipe import ValidationSection
 from .section import Section
 from .training.flow_matching import FlowMatchingSection
@@ -123,6 +123,7 @@ class TrainConfig(Job):
     flow_matching: FlowMatchingSection = FlowMatchingSection()
     wandb: WandbSection = WandbSection()
     distributed: DistributedSection = DistributedSection()
+    logging: LoggingSection = LoggingSection()
     seed: int = Field(42, description="Seed of noise, sigmas, data order and adapter initialisation.")
     output_dir: str = Field("outputs", description="Folder of the run: its config, checkpoints, samples and logs.")
 
@@ -201,17 +202,19 @@ def digest(value: Any, length: int = 16) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:length]
 
 
-def known_fields(model: type[Section], prefix: str = "") -> list[str]:
-    """Dotted paths of all fields below a section class."""
-    from typing import get_args
-
+def known_fields(model: Any, prefix: str = "") -> list[str]:
+    """Dotted paths of all fields below a section class, through lists, unions and root models (list indices left out)."""
     paths: list[str] = []
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        for part in get_args(model):
+            paths += known_fields(part, prefix)
+        return list(dict.fromkeys(paths))
     for name, info in model.model_fields.items():
-        paths.append(prefix + name)
-        for kind in (info.annotation, *get_args(info.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                paths += known_fields(kind, f"{prefix}{name}.")
-    return paths
+        if name == "root":
+            paths += known_fields(info.annotation, prefix)
+        else:
+            paths += [prefix + name, *known_fields(info.annotation, f"{prefix}{name}.")]
+    return list(dict.fromkeys(paths))
 
 
 def explain(error: ValidationError, model: type[Section]) -> ConfigError:
@@ -221,7 +224,8 @@ def explain(error: ValidationError, model: type[Section]) -> ConfigError:
     for fault in error.errors():
         path = ".".join(str(p) for p in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            near = nearest(path, known) or [k for k in known if k.rsplit(".", 1)[-1] in nearest(path.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])]
+            plain = ".".join(str(p) for p in fault["loc"] if isinstance(p, str) and "[" not in p)
+            near = nearest(plain, known) or [k for k in known if k.rsplit(".", 1)[-1] in nearest(path.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])]
             lines.append(f"{path}: there is no such field" + (f"; nearest: {', '.join(near[:3])}" if near else ""))
         elif fault["type"] == "missing":
             lines.append(f"{path}: required and missing")

@@ -63,7 +63,7 @@ class OutOfMemory(LtxTrainError):
     exit_code = 4
 
 
-def nearest(name: str, known: "list[str] | tuple[str, ...]", limit: int = 3) -> list[str]:
+def nearest(name: str, known: list[str] | tuple[str, ...], limit: int = 3) -> list[str]:
     """The known names most like ``name``, best first, for error hints."""
     import difflib
 

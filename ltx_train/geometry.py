@@ -45,7 +45,7 @@ class VideoGrid:
     factors: VideoFactors = VideoFactors()
 
     @classmethod
-    def of_pixels(cls, width: int, height: int, frames: int, fps: float, factors: VideoFactors) -> "VideoGrid":
+    def of_pixels(cls, width: int, height: int, frames: int, fps: float, factors: VideoFactors) -> VideoGrid:
         """The grid of a clip of width x height x frames pixels."""
         assert width % factors.width == 0 and height % factors.height == 0, f"{width}x{height} is off the latent grid"
         return cls(factors.latent_frames(frames), height // factors.height, width // factors.width, fps, factors)
@@ -118,7 +118,7 @@ class AudioGrid:
     def seconds(self) -> float:
         return self.steps / self.steps_per_second
 
-    def of_seconds(self, seconds: float) -> "AudioGrid":
+    def of_seconds(self, seconds: float) -> AudioGrid:
         """The same layout for a duration: round(seconds * 25) steps, at least 1 (the inference rule)."""
         return replace(self, steps=max(1, round(seconds * self.steps_per_second)))
 
@@ -172,11 +172,11 @@ class Latents:
         line = self.grid.positions(self.values.device)
         return line.unsqueeze(0).expand(self.batch, *line.shape)
 
-    def with_tokens(self, tokens: Tensor) -> "Latents":
+    def with_tokens(self, tokens: Tensor) -> Latents:
         """The same grid with other tokens [B, T, C]."""
         return Latents(unpatchify(tokens, self.grid), self.grid)
 
-    def to(self, *args, **kwargs) -> "Latents":
+    def to(self, *args, **kwargs) -> Latents:
         return Latents(self.values.to(*args, **kwargs), self.grid)
 
 

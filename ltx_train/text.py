@@ -33,7 +33,7 @@ class Context:
     audio: Tensor | None
     mask: Tensor | None = None
 
-    def to(self, *args, **kwargs) -> "Context":
+    def to(self, *args, **kwargs) -> Context:
         """The same context moved or cast; the mask keeps its dtype."""
         move = lambda t: None if t is None else t.to(*args, **kwargs)  # noqa: E731
         mask = None if self.mask is None else self.mask.to((self.video if self.video is not None else self.audio).device)

@@ -1,0 +1,164 @@
+"""Verbs on data: report, preprocess, decode, with the official scripts' flag names."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import PreprocessJob
+from ..data.cache import Cache, Manifest
+from ..data.dataset import DataSection
+from ..geometry import VideoFactors
+from ..preprocess import Target, report_on
+from ..run_setup import open_other
+from .training import finish
+
+
+def add(verbs: argparse._SubParsersAction) -> None:
+    """Register the verbs."""
+    report = verbs.add_parser("report", help="what of a dataset will be trained on, and what is wrong with the rest")
+    _dataset_arguments(report)
+    report.add_argument("--model-path", help="the checkpoint, for its latent factors (default 8x32x32)")
+    report.add_argument("--json", action="store_true")
+    report.set_defaults(run=run_report)
+
+    preprocess = verbs.add_parser("preprocess", help="encode a dataset into its cache")
+    _dataset_arguments(preprocess)
+    _model_arguments(preprocess)
+    preprocess.add_argument("--with-audio", action=argparse.BooleanOptionalAction, default=True)
+    preprocess.add_argument("--skip-audio", action="store_true")
+    preprocess.add_argument("--batch-size", type=int, default=1)
+    preprocess.add_argument("--device", default="auto")
+    preprocess.add_argument("--load-text-encoder-in-8bit", action="store_true")
+    preprocess.add_argument("--output-dir", help="cache folder (default: .ltx_cache beside the dataset)")
+    preprocess.set_defaults(run=run_preprocess)
+
+    decode = verbs.add_parser("decode", help="write clips back from a cache, for looking")
+    decode.add_argument("cache", type=Path)
+    decode.add_argument("output", type=Path)
+    _model_arguments(decode)
+    decode.add_argument("--limit", type=int, default=0, help="only so many clips")
+    decode.add_argument("--device", default="auto")
+    decode.set_defaults(run=run_decode)
+
+
+def _dataset_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dataset", help="folder of clips, or a .csv, .json or .jsonl file")
+    parser.add_argument("--resolution-buckets", help="such as 960x544x49;512x512 (default: proposed from the clips)")
+    parser.add_argument("--token-budget", type=int, default=4096, help="latent tokens a clip may have, for proposed buckets")
+    parser.add_argument("--lora-trigger", help="word put before every caption")
+    parser.add_argument("--remove-llm-prefixes", action="store_true", help="strip beginnings such as 'This video shows'")
+    parser.add_argument("--caption-column")
+    parser.add_argument("--video-column")
+    parser.add_argument("--reference-downscale-factor", type=int, default=1)
+    parser.add_argument("--reference-temporal-scale-factor", type=int, default=1)
+    parser.add_argument("--frame-rate", type=float, help="resample clips to this rate")
+    parser.add_argument("--audio-durations", help='lengths of sound-only clips, such as "2;4;8"')
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--text-encoder-path")
+    parser.add_argument("--video-vae-path")
+    parser.add_argument("--audio-vae-path")
+    parser.add_argument("--tokenizer-path")
+
+
+def data_section(options: argparse.Namespace) -> DataSection:
+    """The data section of the command line's options."""
+    clips = {
+        "reference_downscale_factor": options.reference_downscale_factor,
+        "reference_temporal_scale_factor": options.reference_temporal_scale_factor,
+        "fps": options.frame_rate,
+        "audio_durations": options.audio_durations,
+    }
+    captions = {"trigger": options.lora_trigger, "remove_llm_prefixes": options.remove_llm_prefixes}
+    values: dict[str, object] = {
+        "resolution_buckets": options.resolution_buckets,
+        "token_budget": options.token_budget,
+        "clips": {k: v for k, v in clips.items() if v is not None},
+        "cache_dir": getattr(options, "output_dir", None),
+        "preprocess_batch_size": getattr(options, "batch_size", 1),
+    }
+    captions = {k: v for k, v in captions.items() if v}
+    if options.caption_column or options.video_column:
+        columns = {"caption": options.caption_column, "video": options.video_column}
+        values["sources"] = [{"path": options.dataset, "columns": {k: v for k, v in columns.items() if v}, "captions": captions}]
+    else:
+        values |= {"dataset": options.dataset, "captions": captions}
+    return DataSection.model_validate(values)
+
+
+def model_section(options: argparse.Namespace) -> dict[str, str]:
+    names = ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path", "tokenizer_path")
+    return {name: value for name in names if (value := getattr(options, name, None))}
+
+
+def run_report(options: argparse.Namespace) -> int:
+    section = data_section(options)
+    target = Target("", VideoFactors(), None)
+    if options.model_path:
+        from ..models.checkpoint import Checkpoint
+
+        target = Target.of(Checkpoint.open(options.model_path))
+    found = report_on(section, target)
+    if options.json:
+        print(json.dumps(found.to_json(), ensure_ascii=False))  # noqa: T201 - for machines
+    else:
+        show_report(found.to_json())
+    return 0 if found.usable else 2
+
+
+def show_report(data: dict) -> None:
+    """The report as a table for people."""
+    table = Table("clip", "size", "fps", "frames", "seconds", "sound", "bucket", "finding")
+    for clip in data["clips"]:
+        findings = "; ".join(f"{f['code']}: {f['message']}" for f in clip["findings"])
+        size = f"{clip['width']}x{clip['height']}" if "width" in clip else "?"
+        style = None if clip["usable"] else "red"
+        cells = [Path(clip["path"]).name, size, str(clip.get("fps", "")), str(clip.get("frames", "")), str(clip.get("seconds", "")), str(clip.get("sound", "")), str(clip.get("bucket", ""))]
+        table.add_row(*cells, findings, style=style)
+    console = Console()
+    console.print(table)
+    console.print(f"{data['usable']} of {data['total']} clips usable, {data['pieces']} pieces, buckets {data['buckets']}")
+    for code, about in data["findings"].items():
+        console.print(f"{about['clips']} x {code}: {about['fix']}", style="red" if about["refused"] else None)
+    for warning in data["warnings"]:
+        console.print(f"! {warning}", style="yellow")
+
+
+def run_preprocess(options: argparse.Namespace) -> int:
+    section = data_section(options)
+    acceleration = {"device": options.device, "load_text_encoder_in_8bit": options.load_text_encoder_in_8bit}
+    job = PreprocessJob.parse(
+        {
+            "model": model_section(options), "data": section.model_dump(mode="json"), "acceleration": acceleration,
+            "with_audio": options.with_audio and not options.skip_audio, "output_dir": str(section.cache_root() / "job"),
+        }
+    )  # fmt: skip
+    code = finish(open_other(job))
+    if code == 0:
+        manifest = Manifest.read(section.cache_root() / section.index)
+        Console().print(f"cache: {section.cache_root()} ({len(manifest.entries)} entries, {len(manifest.skipped)} clips left out)")
+    return code
+
+
+def run_decode(options: argparse.Namespace) -> int:
+    """Each cached clip as mp4, png or wav, named after its id."""
+    from ..config import ModelSection
+    from ..decode import decode_entry
+    from ..memory.settings import AccelerationSection
+    from ..preprocess import engine_codec
+    from ..training.parallel import Parallel
+
+    checkpoint = ModelSection.model_validate(model_section(options)).open()
+    manifest, cache = Manifest.read(options.cache), Cache(options.cache)
+    codec = engine_codec(checkpoint, AccelerationSection(), Parallel.start(device=options.device).device)
+    entries = manifest.entries[: options.limit or None]
+    for entry in entries:
+        Console().print(str(decode_entry(entry, cache, codec, options.output)))
+    return 0

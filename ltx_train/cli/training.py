@@ -1,0 +1,158 @@
+"""Verbs that train, resume, sample, and list runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import JOBS, SampleJob, TrainConfig
+from ..launch import attach
+from ..run_setup import OpenedRun, launch_job, open_other, open_training
+from ..runs.run_dir import RunDir, list_runs
+from .show import RunView
+
+
+def add(verbs: argparse._SubParsersAction) -> None:
+    """Register the verbs."""
+    train = verbs.add_parser("train", help="train as a YAML config says (the official trainer's configs run unchanged)")
+    train.add_argument("config", type=Path)
+    train.add_argument("--check", action="store_true", help="check all that can be known before loading, then stop")
+    train.add_argument("--output-dir", help="another run directory than the config's")
+    train.add_argument("--detach", action="store_true", help="start the run and return at once")
+    train.add_argument("--disable-progress-bars", action="store_true", help="plain lines instead of bars")
+    train.set_defaults(run=run_train)
+
+    resume = verbs.add_parser("resume", help="go on with a run from its newest snapshot")
+    resume.add_argument("run_dir", type=Path)
+    resume.add_argument("--steps", type=int, help="raise the number of steps")
+    resume.set_defaults(run=run_resume)
+
+    stop = verbs.add_parser("stop", help="ask a run to stop at its next safe point, leaving a snapshot")
+    stop.add_argument("run_dir", type=Path)
+    stop.set_defaults(run=run_stop)
+
+    sample = verbs.add_parser("sample", help="make clips with a checkpoint and LoRAs, without training")
+    sample.add_argument("config", type=Path, nargs="?", help="a sample job as YAML; or use the options")
+    sample.add_argument("--model-path")
+    sample.add_argument("--text-encoder-path")
+    sample.add_argument("--video-vae-path")
+    sample.add_argument("--audio-vae-path")
+    sample.add_argument("--tokenizer-path")
+    sample.add_argument("--lora", action="append", default=[], metavar="FILE[:STRENGTH]", help="may be given several times")
+    sample.add_argument("--prompt", action="append", default=[])
+    sample.add_argument("--negative-prompt")
+    sample.add_argument("--size", default="768x448x49", help="WIDTHxHEIGHTxFRAMES")
+    sample.add_argument("--frame-rate", type=float, default=24.0)
+    sample.add_argument("--steps", type=int)
+    sample.add_argument("--cfg", type=float)
+    sample.add_argument("--seed", type=int, default=42)
+    sample.add_argument("--out", default="outputs/sample")
+    sample.set_defaults(run=run_sample)
+
+    runs = verbs.add_parser("runs", help="list runs and their state")
+    runs.add_argument("root", type=Path, nargs="?", default=Path("outputs"))
+    runs.add_argument("--json", action="store_true")
+    runs.set_defaults(run=run_runs)
+
+
+def run_train(options: argparse.Namespace) -> int:
+    config = TrainConfig.load(options.config)
+    if options.output_dir:
+        config = config.model_copy(update={"output_dir": options.output_dir})
+    if options.check:
+        return check_training(config)
+    opened = open_training(config)
+    return finish(opened, detach=options.detach, plain=options.disable_progress_bars)
+
+
+def check_training(config: TrainConfig) -> int:
+    """All that can be known before loading: files, family, data, packages, fit of the mode to the data."""
+    from ..checks import check_config
+
+    console = Console()
+    for line in check_config(config):
+        console.print(f"- {line}", markup=False)
+    console.print("The config can run.")
+    return 0
+
+
+def finish(opened: OpenedRun, *, detach: bool = False, plain: bool = False) -> int:
+    """Start the child of an opened run and show it to its end."""
+    console = Console()
+    if opened.finished:
+        console.print(f"This run is finished already: {opened.run.path}")
+        return 0
+    child = launch_job(opened)
+    if detach:
+        console.print(f"started: {opened.run.path} (process {child.pid})")
+        return 0
+    outcome = RunView(plain=plain).follow(child)
+    outcome.raise_for_error()
+    for lora in opened.run.history().loras.values():
+        if lora.final:
+            console.print(f"LoRA: {opened.run.path / lora.path}")
+    return outcome.exit_code or 0
+
+
+def run_resume(options: argparse.Namespace) -> int:
+    run = RunDir.open(options.run_dir)
+    kind = next((k for k in JOBS if run.job_path(k).is_file()), "train")
+    job = JOBS[kind].load(run.job_path(kind))
+    if isinstance(job, TrainConfig):
+        updates: dict[str, object] = {"output_dir": str(run.path)}
+        if options.steps:
+            updates["optimization"] = job.optimization.model_copy(update={"steps": options.steps})
+        return finish(open_training(job.model_copy(update=updates)))
+    return finish(open_other(job))
+
+
+def run_stop(options: argparse.Namespace) -> int:
+    child = attach(options.run_dir)
+    if child is None:
+        Console().print("No process works on this run.")
+        return 0
+    child.stop(deadline=60.0)
+    Console().print("stopped")
+    return 0
+
+
+def run_sample(options: argparse.Namespace) -> int:
+    job = SampleJob.load(options.config) if options.config else sample_job(options)
+    return finish(open_other(job))
+
+
+def sample_job(options: argparse.Namespace) -> SampleJob:
+    """The sample job of the command line's options."""
+    width, height, frames = (int(v) for v in options.size.lower().split("x"))
+    loras = []
+    for text in options.lora:
+        path, _, strength = text.rpartition(":")
+        numeric = bool(path) and strength.replace(".", "", 1).lstrip("-").isdigit()
+        loras.append({"path": path, "strength": float(strength)} if numeric else {"path": text})
+    validation: dict[str, object] = {"samples": [{"prompt": p} for p in options.prompt], "video_dims": [width, height, frames], "frame_rate": options.frame_rate}
+    validation["seed"] = options.seed
+    if options.steps:
+        validation["inference_steps"] = options.steps
+    if options.negative_prompt is not None:
+        validation["negative_prompt"] = options.negative_prompt
+    if options.cfg is not None:
+        validation["video_cfg_scale"] = validation["audio_cfg_scale"] = options.cfg
+    model = {name: getattr(options, name) for name in ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path", "tokenizer_path")}
+    model = {k: v for k, v in model.items() if v is not None}
+    return SampleJob.parse({"model": model, "loras": loras, "validation": validation, "output_dir": options.out, "seed": options.seed})
+
+
+def run_runs(options: argparse.Namespace) -> int:
+    rows = [(run, run.status()) for run in list_runs(options.root)]
+    if options.json:
+        Console().print_json(json.dumps([{"name": r.name, "path": str(r.path), **s.model_dump(mode="json")} for r, s in rows]))
+        return 0
+    table = Table("run", "state", "step", "loss", "error")
+    for run, status in rows:
+        table.add_row(run.name, status.state, f"{status.step}/{status.total or '?'}", "" if status.loss is None else f"{status.loss:.4f}", status.error)
+    Console().print(table)
+    return 0

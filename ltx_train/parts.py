@@ -1,0 +1,319 @@
+"""The parts of a training, built from its job: data, contexts, transformer with adapters, optimizer, validator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .conditioning.modes import TrainingStrategySection
+from .config import TrainConfig, digest
+from .contexts import ContextStore
+from .data.dataset import Batch, Batches, TrainingDataset, open_dataset
+from .data.sampler import BucketSampler, Stage
+from .errors import ConfigError, DataError
+from .lora.adapters import AdapterSet, attach
+from .lora.files import base_shapes, read_lora, self_check, warm_start, write_lora
+from .lora.metadata import LoraMetadata
+from .models.checkpoint import Checkpoint
+from .models.transformer import LTXTransformer
+from .network import load_network
+from .preprocess import engine_codec, ensure
+from .runs.live import LiveRun
+from .runs.model_card import ModelCard
+from .training.ema import Ema
+from .training.flow_matching import ModalityBalance
+from .training.full import FullWeights
+from .training.parallel import Parallel
+from .training.step import StepOutput, TrainStep
+
+if TYPE_CHECKING:
+    from .validation import Validator
+
+
+class Trainable(Protocol):
+    """The weights that a run trains: an adapter, or the whole transformer."""
+
+    def parameters(self) -> list[nn.Parameter]: ...
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+    def write(self, path: Path, step: int) -> int:
+        """Save the result file, open it again and check it; the number of its modules."""
+
+
+@dataclass
+class LoraResult:
+    """An adapter set that knows what to say about itself in its file."""
+
+    adapters: AdapterSet
+    metadata: LoraMetadata
+    dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, int]]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.adapters.parameters()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return self.adapters.named_parameters()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.adapters.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.adapters.load_state_dict(state)
+
+    def write(self, path: Path, step: int) -> int:
+        """See :class:`Trainable`: every key is found in the base model, finite, and not zero."""
+        write_lora(path, self.adapters, replace(self.metadata, steps=step), self.dtype)
+        return self_check(path, self.shapes).modules
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """A batch on the device and the slots (places in the whole global batch) of its samples."""
+
+    batch: Batch
+    slots: list[int]
+
+
+class Feed:
+    """Batches of this rank by (step, micro-step), on the device."""
+
+    def __init__(self, batches: Batches, sampler: BucketSampler, parallel: Parallel) -> None:
+        self.batches, self.sampler, self.parallel = batches, sampler, parallel
+        self.last_ids: tuple[str, ...] = ()
+
+    @property
+    def epoch_samples(self) -> int:
+        return self.sampler.epoch_samples()
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.sampler.batch_size * self.sampler.accumulation * self.parallel.world
+
+    def batch(self, step: int, micro: int) -> FedBatch:
+        batch = self.batches.get(step, micro)
+        self.last_ids = batch.ids
+        slots = self.sampler.slots(step, micro, self.parallel.rank, self.parallel.world)
+        return FedBatch(batch.to(self.parallel.device), slots)
+
+
+@dataclass
+class Parts:
+    """What the loop works with."""
+
+    data: Feed
+    step: TrainStep
+    trainable: LoraResult | FullWeights
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: Ema | None
+    validator: Validator | None
+    identity: dict[str, str]
+
+
+def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts:
+    """Build everything in the order that keeps one large model in memory at a time.
+
+    Text encoder and VAEs (preprocessing), then the connectors (contexts), then the transformer.
+    """
+    from .validation import Validator, encode_texts, prepare_samples, text_key
+
+    for section in (config.logging, config.wandb, config.hub):
+        section.check()
+    config.optimization.require_packages()
+    checkpoint = config.model.open()
+    strategy = config.training_strategy
+    validation = config.validation if config.validation.active else None
+    texts = validation.texts() if validation is not None else []
+    root = ensure(config, checkpoint, live, parallel, texts)
+    dataset = open_dataset(
+        root, factors=checkpoint.video_factors, audio_grid=checkpoint.audio_grid if checkpoint.family.audio else None,
+        index=config.data.index, directories=strategy.directories(),
+    )  # fmt: skip
+    check_family(dataset, checkpoint)
+    strategy = settle_sound(strategy, dataset, checkpoint, live)
+    streams = strategy.streams().present
+    codec = engine_codec(checkpoint, config.acceleration, parallel.device)
+    known = texts_of(dataset)
+    features = encode_texts([t for t in texts if t not in known], codec)
+    prepared = prepare_samples(validation, checkpoint, codec, lambda text: known.get(text, text_key(text))) if validation is not None else []
+    codec.release()
+    needed = {key for p in prepared for key in (p.positive, p.negative)}
+    wanted = set(streams) | {s for p in prepared for s in p.streams}
+    contexts = ContextStore(
+        checkpoint, lambda key: features[key] if key in features else dataset.features(key), video="video" in wanted, audio="audio" in wanted,
+        device=parallel.device, dtype=config.acceleration.compute_dtype(parallel.device),
+    )  # fmt: skip
+    with live.phase("text contexts"):
+        empty = [key for key in (dataset.empty_text(),) if key is not None and config.data.caption_dropout > 0]
+        contexts.prepare([*dataset.text_keys(), *empty, *sorted(needed)], lambda done, total: live.progress("text contexts", done, total, unit="captions"))
+    feed = build_feed(config, strategy, dataset, contexts, live, parallel)
+    with live.phase("load the model"):
+        transformer = load_network(
+            checkpoint, config.acceleration, parallel.device, streams=streams, live=live, dropout=config.lora is not None and config.lora.dropout > 0,
+            recompute=config.acceleration.checkpoints_activations(config.optimization.enable_gradient_checkpointing),
+        )  # fmt: skip
+        trainable = build_trainable(config, strategy, checkpoint, transformer, dataset, live)
+    parallel.share(trainable.parameters())
+    balance = ModalityBalance(config.flow_matching, parallel.device)
+    step = TrainStep(transformer, strategy, config.flow_matching, config=checkpoint.transformer, balance=balance)
+    ema = config.optimization.ema
+    return Parts(
+        data=feed,
+        step=step,
+        trainable=trainable,
+        optimizer=config.optimization.build_optimizer(trainable.parameters()),
+        scaler=torch.amp.GradScaler(parallel.device.type, enabled=config.acceleration.dtype == torch.float16 and parallel.device.type != "cpu"),
+        ema=Ema(trainable.named_parameters(), ema) if ema is not None else None,
+        validator=Validator(validation, checkpoint, prepared, contexts, codec, transformer) if validation is not None else None,
+        identity=identity_of(config, checkpoint, dataset),
+    )
+
+
+def check_family(dataset: TrainingDataset, checkpoint: Checkpoint) -> None:
+    """Refuse a cache that another family's model made."""
+    manifest = getattr(dataset, "manifest", None)
+    made_for = manifest.model.get("family") if manifest is not None else None
+    if made_for and made_for != checkpoint.family.name:
+        raise DataError(
+            "cache.family", f"The cache was made for {made_for}; the model is {checkpoint.family.name}.",
+            "Their latents and text features differ: preprocess the dataset again with this model.",
+        )  # fmt: skip
+
+
+def settle_sound(strategy: TrainingStrategySection, dataset: TrainingDataset, checkpoint: Checkpoint, live: LiveRun) -> TrainingStrategySection:
+    """The strategy as this data and model allow: sound beside video is left out where no clip has any (said once).
+
+    Raises ConfigError or DataError where sound is what the mode is for.
+    """
+    streams = strategy.streams()
+    if streams.audio == "absent":
+        return strategy
+    if not checkpoint.family.audio:
+        if streams.video == "generated" and streams.audio == "generated":
+            live.warn("mode.no_audio_model", f"{checkpoint.family.title} has no sound: only video is trained.")
+            return strategy.without_audio()
+        raise ConfigError("mode.no_audio_model", f"{checkpoint.family.title} has no sound; the strategy needs it.", "Use LTX-2, 2.3 or 2.5, or another mode.")
+    coverage = dataset.audio_coverage()
+    if coverage == 0:
+        if streams.video == "generated" and streams.audio == "generated":
+            live.warn("data.no_sound", "No clip has sound: only the video stream is trained, and no sound module is adapted.")
+            return strategy.without_audio()
+        strategy.check_sound(len(dataset), len(dataset))
+    elif coverage < 1:
+        silent = round(len(dataset) * (1 - coverage))
+        live.warn("data.some_silent", f"{silent} of {len(dataset)} clips have no sound; they count for the video loss only.")
+    return strategy
+
+
+def texts_of(dataset: TrainingDataset) -> Mapping[str, str]:
+    """Text -> key of the texts whose features the cache holds."""
+    manifest = getattr(dataset, "manifest", None)
+    return manifest.texts if manifest is not None else {}
+
+
+def build_feed(
+    config: TrainConfig, strategy: TrainingStrategySection, dataset: TrainingDataset, contexts: ContextStore, live: LiveRun, parallel: Parallel
+) -> Feed:
+    """The sampler and the batches; the mode is checked against the first clip's size."""
+    optimization = config.optimization
+    stages = [Stage(s.from_step, s.max_tokens) for s in config.data.stages]
+    sampler = BucketSampler(
+        dataset.units(), batch_size=optimization.batch_size, accumulation=optimization.gradient_accumulation_steps, seed=config.seed, stages=stages
+    )
+    for group, size in sampler.small_groups.items():
+        live.warn("data.small_group", f"The bucket {group} has {size} samples for a batch of {sampler.batch_size}: they repeat within a batch.")
+    streams = strategy.streams().present
+    batches = Batches(
+        dataset, sampler, contexts, workers=config.data.num_dataloader_workers, rank=parallel.rank, world=parallel.world,
+        caption_dropout=config.data.caption_dropout, with_audio="audio" in streams,
+    )  # fmt: skip
+    first = batches.get(0, 0)
+    grids = {m: latents.grid for m in streams if (latents := getattr(first, m)) is not None}
+    strategy.check(grids)
+    return Feed(batches, sampler, parallel)
+
+
+def build_trainable(
+    config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, transformer: LTXTransformer, dataset: TrainingDataset, live: LiveRun
+) -> LoraResult | FullWeights:
+    """The adapter (or all weights), warm-started where a checkpoint is given."""
+    if config.model.training_mode == "full":
+        return FullWeights(transformer, checkpoint, config.checkpoints.dtype)
+    shapes = base_shapes(transformer)
+    adapters = attach(transformer, config.lora, seed=config.seed, streams=strategy.streams().present)
+    for pattern in adapters.unmatched_targets:
+        live.warn("lora.target_unmatched", f"lora.target_modules: {pattern} matches no module of this model.")
+    if config.model.load_checkpoint:
+        found = warm_start(adapters, read_lora(newest_weights(Path(config.model.load_checkpoint).expanduser()), shapes))
+        live.warn("lora.warm_start", f"Started from {Path(config.model.load_checkpoint).name}: {found.summary()}.")
+    return LoraResult(adapters, lora_metadata(config, strategy, checkpoint, dataset), config.checkpoints.dtype, shapes)
+
+
+def newest_weights(path: Path) -> Path:
+    """The file itself, or the ``*step_N.safetensors`` with the highest N below a folder (the official rule)."""
+    if path.is_file():
+        return path
+    found = {p: int(p.stem.rsplit("step_", 1)[-1]) for p in path.rglob("*step_*.safetensors") if p.stem.rsplit("step_", 1)[-1].isdigit()} if path.is_dir() else {}
+    if not found:
+        raise ConfigError("model.load_checkpoint", f"There are no weights to start from at {path}."[:118], "Give a .safetensors file, or a folder with *_step_N.safetensors files.")
+    return max(found, key=found.__getitem__)
+
+
+def lora_metadata(config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, dataset: TrainingDataset) -> LoraMetadata:
+    """What the file says of its origin, the reference factors of the data among it."""
+    item = dataset.item(0)
+    grids = {m: latents.grid for m in ("video", "audio") if (latents := getattr(item, m)) is not None}
+    media = {name: value.grid for name, value in item.roles.items() if hasattr(value, "grid")}
+    factors = strategy.lora_metadata(grids, media)
+    number = lambda name: float(factors[name]) if name in factors else None  # noqa: E731
+    return LoraMetadata(
+        family=checkpoint.family.name,
+        model_version=checkpoint.model_version or "",
+        mode=strategy.name,
+        trigger=config.data.captions.trigger or "",
+        base=checkpoint.fingerprint_of("transformer"),
+        dataset=data_fingerprint(dataset),
+        config=digest(config.identity()),
+        reference_spatial=number("reference_downscale_factor"),
+        reference_temporal=number("reference_temporal_scale_factor"),
+    )
+
+
+def data_fingerprint(dataset: TrainingDataset) -> str:
+    """16 hex digits over what the dataset is: the cache keys of every entry, or the official files' names."""
+    manifest = getattr(dataset, "manifest", None)
+    if manifest is not None:
+        return digest([[e.id, e.text, e.video, e.audio, dict(e.roles), e.repeats, e.weight] for e in manifest.entries])
+    return digest([len(dataset), *dataset.text_keys()])
+
+
+def identity_of(config: TrainConfig, checkpoint: Checkpoint, dataset: TrainingDataset) -> dict[str, str]:
+    """What a snapshot must share with a job to be gone on from: a digest for each part of the identity."""
+    parts: dict[str, Any] = {name: digest(value) for name, value in config.identity().items() if name not in ("model", "data")}
+    return {**parts, "base": checkpoint.fingerprint_of("transformer"), "dataset": data_fingerprint(dataset)}
+
+
+
+
+def per_modality(out: StepOutput) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Loss, sigma and counts [B] of each stream that has a loss, as :class:`StepMeter` takes them."""
+    rows = {"video": (out.video_loss, out.video_sigma, out.video_counts), "audio": (out.audio_loss, out.audio_sigma, out.audio_counts)}
+    return {name: row for name, row in rows.items() if row[0] is not None}
+
+
+def model_card(config: TrainConfig, live: LiveRun, step: int) -> ModelCard:
+    """The card of a finished run for the Hub."""
+    history = live.dir.history()
+    samples = tuple((live.dir.path / s.path, s.prompt) for s in history.samples.values() if s.step == step)
+    checkpoint = config.model.open()
+    return ModelCard(
+        title=live.dir.name, base_model=checkpoint.family.title, trigger=config.data.captions.trigger or "", steps=step, samples=samples,
+        rank=config.lora.rank if config.lora else None,
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Parent side: from a job to the run directory that carries it, without ever mixing two trainings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .config import Job, PreprocessJob, SampleJob, TrainConfig
+from .errors import ConfigError, RunError
+from .launch import Child, Launch, start
+from .runs.identity import Identity, Verdict
+from .runs.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run directory with its job written. verdict: None for a new run; ``same`` and finished needs no work."""
+
+    run: RunDir
+    job: Job
+    verdict: Verdict | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all that the job asks for is there already."""
+        return self.verdict is not None and self.verdict.relation == "same" and self.run.status().state == "finished"
+
+
+def identity_of_job(config: TrainConfig) -> Identity:
+    """The three classes of a training's fields (see :meth:`TrainConfig.identity`)."""
+    known = config.model_dump(mode="json")
+    identity = config.identity()
+    free = {"validation": known["validation"], "checkpoints": known["checkpoints"], "hub": known["hub"], "wandb": known["wandb"], "logging": known["logging"]}
+    free |= {"distributed": known["distributed"], "acceleration": {k: v for k, v in known["acceleration"].items() if k != "quantization"}}
+    return Identity(identity, config.extendable(), free)
+
+
+def open_training(config: TrainConfig) -> OpenedRun:
+    """The run of a training: the directory it names, gone on with where it is the same training, else ``name_002``.
+
+    A live run of the same training is given back as it is. Raises RunError when a live one of another training holds the name.
+    """
+    wanted = Path(config.output_dir).expanduser().absolute()
+    for candidate in _versions(wanted):
+        run = RunDir(candidate)
+        job = run.job_path("train")
+        if not job.is_file():
+            if _foreign(candidate):
+                continue
+            break
+        try:
+            old = TrainConfig.load(job)
+        except ConfigError:
+            continue  # written by another version: never touched
+        verdict = identity_of_job(config).against(identity_of_job(old))
+        if verdict.relation == "different":
+            continue
+        if run.live():
+            return OpenedRun(run, old, verdict)
+        settled = config.model_copy(update={"output_dir": str(candidate)})
+        settled.save(job)
+        return OpenedRun(run, settled, verdict)
+    run = RunDir.create(candidate)
+    settled = config.model_copy(update={"output_dir": str(candidate)})
+    settled.save(run.job_path("train"))
+    return OpenedRun(run, settled)
+
+
+def _versions(wanted: Path):
+    """The wanted folder, then wanted_002, wanted_003 ...: those that exist, and the first that does not."""
+    yield wanted
+    number = 2
+    while True:
+        yield wanted.with_name(f"{wanted.name}_{number:03d}")
+        number += 1
+
+
+def _foreign(folder: Path) -> bool:
+    """A folder with something in it that is no run of ours (an official trainer's output, a user's files)."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def open_other(job: PreprocessJob | SampleJob) -> OpenedRun:
+    """The directory of a preprocessing or sampling job; the job file is written anew."""
+    run = RunDir.create(Path(job.output_dir).expanduser().absolute())
+    if run.live():
+        raise RunError("run.locked", f"The run {run.name} is at work.", "Wait for it, stop it, or use another output_dir.")
+    job.save(run.job_path(job.kind))
+    return OpenedRun(run, job)
+
+
+def launch_job(opened: OpenedRun, *, engine_python: str | None = None, **options: object) -> Child:
+    """Start (or attach to) the child of an opened run, with as many processes as the job says."""
+    settings = Launch(kind=opened.job.kind, engine_python=engine_python)
+    distributed = getattr(opened.job, "distributed", None)
+    if distributed is not None:
+        settings = replace(
+            settings, num_processes=distributed.num_processes, num_machines=distributed.num_machines, machine_rank=distributed.machine_rank,
+            main_process_ip=distributed.main_process_ip, main_process_port=distributed.main_process_port, launcher=distributed.launcher, devices=distributed.devices,
+        )  # fmt: skip
+    return start(opened.run.path, launch=settings, **options)
+
+

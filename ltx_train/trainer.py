@@ -1,0 +1,319 @@
+"""The training job: build the parts, then the loop: restore, step, save, validate, stop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import TrainConfig
+from .errors import LtxTrainError, RunError, StopRequested
+from .parts import Parts, build_parts, model_card, per_modality
+from .runs.events import LoraEvent, SampleEvent, SnapshotEvent, StepEvent
+from .runs.live import LiveRun
+from .runs.publish import Publishers, push_to_hub
+from .training.ema import finished_weights
+from .training.metrics import RunningMean, StepMeter, StepSummary, summarise
+from .training.optim import set_learning_rate
+from .training.optim_state import optimizer_state, restore_optimizer
+from .training.parallel import Parallel
+from .training.snapshots import load_snapshot, newest_valid, retain, save_snapshot, snapshot_path
+
+MAX_BAD_STEPS = 5
+"""So many steps with a non-finite loss or gradient in a row end the run, with the last good snapshot kept."""
+
+
+def run(config: TrainConfig, live: LiveRun) -> None:
+    """Carry out a training job as one rank of the run's processes."""
+    parallel = Parallel.start(config.distributed, device=config.acceleration.device)
+    try:
+        parts = build_parts(config, live, parallel)
+        Trainer(config, live, parallel, parts).train()
+    finally:
+        parallel.close()
+
+
+@dataclass
+class _Timing:
+    """Seconds of the step in hand: all of it, and the part spent waiting for data."""
+
+    started: float
+    data: float = 0.0
+
+
+class Trainer:
+    """The loop over optimizer steps. Everything it does at a step depends on the global step alone."""
+
+    def __init__(self, config: TrainConfig, live: LiveRun, parallel: Parallel, parts: Parts) -> None:
+        self.config, self.live, self.parallel, self.parts = config, live, parallel, parts
+        self.parameters = parts.trainable.parameters()
+        self.step = 0
+        self.mean = RunningMean()
+        self.bad_steps = 0
+        self.saved_at = self.lora_at = self.sampled_at = -1
+        self.publishers: Publishers | None = None
+        self.epoch_size = max(1, parts.data.epoch_samples)
+
+    # -- the story --
+    def train(self) -> None:
+        """Restore, then step until the end or a stop; a last snapshot and LoRA are always written."""
+        total = self.config.optimization.steps
+        self.restore()
+        if self.live.is_main:
+            settings = self.config.model_dump(mode="json")
+            self.publishers = Publishers.open(self.live.dir, logging=self.config.logging, wandb=self.config.wandb, config=settings, start_step=self.step)
+        self.live.set_state("running", step=self.step, total=total)
+        try:
+            with self.live.phase("train", f"{self.step} of {total} steps done" if self.step else ""):
+                if self.step == 0:
+                    self.validate()
+                while self.step < total:
+                    self.check_stop()
+                    self.optimizer_step()
+                    self.boundary(total)
+        except StopRequested:
+            self.save("stop")
+            raise
+        self.finish()
+
+    def check_stop(self) -> None:
+        """Raise StopRequested on every rank when any was asked."""
+        if self.parallel.any(self.live.stop.requested):
+            self.live.stop.request("asked on another rank")
+            self.live.stop.check()
+
+    def boundary(self, total: int) -> None:
+        """What is due after a step: snapshots, LoRA files, validation, and what control files ask for."""
+        interval = self.config.checkpoints.interval
+        asked = self.parallel.broadcast_object({c: self.live.take(c) for c in ("save", "sample")})
+        if (interval and self.step % interval == 0) or asked["save"] is not None:
+            self.save("asked" if asked["save"] is not None else "interval")
+        every = self.config.validation.interval
+        if (every and self.step % every == 0) or asked["sample"] is not None:
+            self.validate(asked=asked["sample"] is not None)
+
+    def finish(self) -> None:
+        """The last snapshot, LoRA and preview; then the publishers are told."""
+        self.validate()
+        self.save("end")
+        if self.publishers is not None:
+            self.publishers.close()
+            if self.config.hub.push_to_hub:
+                card = model_card(self.config, self.live, self.step)
+                address = push_to_hub(self.live.dir, self.config.hub, card, self.lora_path(self.step))
+                self.live.progress("push to the Hub", 1, 1, message=address)
+
+    # -- one optimizer step --
+    def optimizer_step(self) -> None:
+        """Accumulate, average over ranks, check, clip, update; then report."""
+        timing = _Timing(time.monotonic())
+        meter = self.accumulate(timing)
+        self.parallel.average_gradients(self.parameters)
+        norm = self.clip()
+        summary = summarise(self.add_over_ranks(meter.tensor()), self.parallel.world)
+        grad_norm = float(norm)
+        if self.is_bad(summary, grad_norm):
+            self.skip(summary, grad_norm)
+        else:
+            self.bad_steps = 0
+            self.update()
+            nan = float("nan")
+            self.parts.step.balance.update(nan if summary.video_loss is None else summary.video_loss, nan if summary.audio_loss is None else summary.audio_loss)
+        self.report(summary, grad_norm, timing)
+
+    def accumulate(self, timing: _Timing) -> StepMeter:
+        """Forward and backward of this rank's micro-batches, gradients summed to their mean."""
+        meter = StepMeter()
+        accumulation = self.config.optimization.gradient_accumulation_steps
+        for micro in range(accumulation):
+            waited = time.monotonic()
+            item = self.parts.data.batch(self.step, micro)
+            timing.data += time.monotonic() - waited
+            out = self.parts.step(item.batch, seed=self.config.seed, step=self.step, slot=item.slots)
+            self.parts.scaler.scale(out.loss / accumulation).backward()
+            meter.add(out.loss, per_modality(out))
+            self.tokens = out.tokens
+            self.live.stop.check() if self.parallel.world == 1 else None
+        return meter
+
+    def clip(self) -> Tensor:
+        """Scale the gradients down to max_grad_norm (0: never); the norm before, still on the device."""
+        self.parts.scaler.unscale_(self.parts.optimizer)
+        limit = self.config.optimization.max_grad_norm
+        return torch.nn.utils.clip_grad_norm_(self.parameters, limit if limit > 0 else float("inf"))
+
+    def add_over_ranks(self, values: Tensor) -> Tensor:
+        if self.parallel.world == 1:
+            return values
+        return torch.tensor(self.parallel.sum(values.tolist()), dtype=torch.float64)
+
+    def update(self) -> None:
+        """Move the weights by one step of the optimizer at the schedule's rate."""
+        set_learning_rate(self.parts.optimizer, self.config.optimization.lr_at(self.step))
+        self.parts.scaler.step(self.parts.optimizer)
+        self.parts.scaler.update()
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        if self.parts.ema is not None:
+            self.parts.ema.update(self.step)
+
+    def is_bad(self, summary: StepSummary, grad_norm: float) -> bool:
+        """Whether the loss or a gradient is not finite. fp16's scaler expects overflows and handles them itself."""
+        finite = torch.isfinite(torch.tensor([summary.loss, grad_norm])).tolist()
+        return not finite[0] or (not finite[1] and not self.parts.scaler.is_enabled())
+
+    def skip(self, summary: StepSummary, grad_norm: float) -> None:
+        """A bad step: the optimizer does not move; the samples are named; damaged weights are rolled back; too many end the run."""
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.bad_steps += 1
+        samples = ", ".join(self.parts.data.last_ids[:4])
+        sigmas = "; ".join(f"{m} loss by sigma {bins}" for m, bins in summary.sigma_bins.items() if bins)
+        what = "loss" if summary.loss != summary.loss or abs(summary.loss) == float("inf") else "gradient"
+        self.live.warn(
+            "step.not_finite",
+            f"Step {self.step + 1}: the {what} is not finite; the step is skipped (sample {samples}).",
+            f"loss {summary.loss}, gradient norm {grad_norm}; {sigmas}. {self.bad_steps} of {MAX_BAD_STEPS} such steps in a row.",
+        )
+        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
+            self.rollback()
+        if self.bad_steps >= MAX_BAD_STEPS:
+            raise LtxTrainError(
+                "step.diverged",
+                f"{MAX_BAD_STEPS} steps in a row had a non-finite {what}; the run ends at step {self.step}.",
+                "The last good snapshot is kept. Check the named samples, lower the learning rate, or use bf16 instead of fp16.",
+            )
+        self.step += 1
+
+    def rollback(self) -> None:
+        """Take the weights and optimizer of the newest snapshot; without one the run cannot go on."""
+        path = newest_valid(self.live.dir.path)
+        if path is None:
+            raise LtxTrainError(
+                "step.weights_not_finite", "The trained weights are no longer finite and there is no snapshot to go back to.",
+                "Start again with a lower learning rate, and set checkpoints.interval so that there is one next time.",
+            )  # fmt: skip
+        snapshot = load_snapshot(path)
+        self.load_tensors(snapshot)
+        self.live.warn("step.rolled_back", f"The weights of step {snapshot.step} were taken back.", "The optimizer state too; the data go on.")
+
+    def report(self, summary: StepSummary, grad_norm: float, timing: _Timing) -> None:
+        """One step event, and the trackers."""
+        total, seconds = self.config.optimization.steps, time.monotonic() - timing.started
+        finite = summary.loss == summary.loss
+        average = self.mean.add(summary.loss) if finite else self.mean.mean
+        bins = {f"{m} {name}": value for m, rows in summary.sigma_bins.items() for name, value in rows.items()}
+        cuda = self.parallel.device.type == "cuda"
+        event = StepEvent(
+            step=self.step,
+            total=total,
+            loss=summary.loss,
+            loss_average=average,
+            video_loss=summary.video_loss,
+            audio_loss=summary.audio_loss,
+            sigma_loss=bins or None,
+            learning_rate=self.config.optimization.lr_at(max(0, self.step - 1)),
+            grad_norm=grad_norm,
+            seconds=seconds,
+            data_wait=timing.data,
+            eta=(total - self.step) * seconds,
+            tokens=self.tokens,
+            epoch=self.step * self.parts.data.global_batch / self.epoch_size,
+            peak_memory=torch.cuda.max_memory_allocated(self.parallel.device) if cuda else None,
+        )
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.parallel.device)
+        self.live.emit(event)
+        if self.publishers is not None:
+            self.publishers.step(event)
+            for failure in self.publishers.take_failures():
+                self.live.warn("logging.failed", failure)
+
+    # -- files --
+    def lora_path(self, step: int):
+        prefix = "lora" if self.config.model.training_mode == "lora" else "model"
+        return self.live.dir.checkpoints / f"{prefix}_weights_step_{step:05d}.safetensors"
+
+    def save(self, reason: str) -> None:
+        """A snapshot to resume from, and the LoRA as a file that has been opened again and checked."""
+        if self.live.is_main:
+            if self.saved_at != self.step and self.config.checkpoints.save_training_state != "off":
+                self.save_snapshot(reason)
+            if self.lora_at != self.step and self.step > 0:
+                self.save_weights(final=reason == "end")
+            retain(self.live.dir.path, self.config.checkpoints.keep_last_n, weights=True)
+        self.saved_at = self.lora_at = self.step
+        self.parallel.barrier()
+
+    def save_snapshot(self, reason: str) -> None:
+        tensors: dict[str, dict[str, Tensor]] = {"weights": self.parts.trainable.state_dict()}
+        state: dict[str, Any] = {
+            "step": self.step,
+            "seed": self.config.seed,
+            "identity": self.parts.identity,
+            "loss_mean": [self.mean.total, self.mean.weight],
+            "scaler": self.parts.scaler.state_dict(),
+            "balance": self.parts.step.balance.state_dict(),
+            "global_batch": self.parts.data.global_batch,
+        }
+        if self.config.checkpoints.save_training_state == "full":
+            tensors["optimizer"], state["optimizer"] = optimizer_state(self.parts.optimizer)
+        if self.parts.ema is not None:
+            tensors["ema"] = self.parts.ema.state_dict()
+        path = save_snapshot(snapshot_path(self.live.dir.path, self.step), tensors, state)
+        size = sum(f.stat().st_size for f in path.iterdir())
+        self.live.emit(SnapshotEvent(step=self.step, path=f"checkpoints/{path.name}", size=size, reason=reason))
+
+    def save_weights(self, final: bool) -> None:
+        path = self.lora_path(self.step)
+        with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
+            keys = self.parts.trainable.write(path, self.step)
+        self.live.emit(LoraEvent(step=self.step, path=f"checkpoints/{path.name}", size=path.stat().st_size, keys=keys, final=final))
+
+    def restore(self) -> None:
+        """Go on from the newest snapshot of this run that verifies; a damaged one is told and passed over."""
+        damaged = lambda path, why: self.live.warn("snapshot.damaged", f"{path.name} is damaged and passed over: {why}")  # noqa: E731
+        path = newest_valid(self.live.dir.path, damaged)
+        if path is None:
+            return
+        snapshot = load_snapshot(path)
+        if snapshot.state["identity"] != self.parts.identity:
+            changed = [k for k, v in self.parts.identity.items() if snapshot.state["identity"].get(k) != v]
+            raise RunError(
+                "run.identity",
+                f"The snapshot {path.name} belongs to another training: {', '.join(changed)} changed.",
+                "Use another run name (or output_dir), or put the old value back. Nothing was overwritten.",
+            )
+        self.load_tensors(snapshot)
+        self.step = self.saved_at = snapshot.step
+        self.mean.total, self.mean.weight = snapshot.state["loss_mean"]
+        if self.parts.scaler.is_enabled():
+            self.parts.scaler.load_state_dict(snapshot.state["scaler"])
+        if self.lora_path(self.step).exists():
+            self.lora_at = self.step
+
+    def load_tensors(self, snapshot) -> None:
+        self.parts.trainable.load_state_dict(snapshot.tensors("weights"))
+        if "optimizer" in snapshot.groups:
+            restore_optimizer(self.parts.optimizer, snapshot.tensors("optimizer"), snapshot.state["optimizer"])
+        self.parts.step.balance.load_state_dict(snapshot.state["balance"])
+        if self.parts.ema is not None and "ema" in snapshot.groups:
+            self.parts.ema.load_state_dict(snapshot.tensors("ema"))
+
+    # -- previews --
+    def validate(self, asked: bool = False) -> None:
+        """Sample the validation prompts; a failure is a warning and leaves everything as it was."""
+        validator = self.parts.validator
+        if validator is None or (self.sampled_at == self.step and not asked):
+            return
+        if self.step == 0 and self.config.validation.skip_initial_validation:
+            return
+        with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
+            made = validator.run(self.step, self.live, self.parallel)
+        if self.publishers is not None:
+            for index, path in enumerate(made):
+                self.publishers.sample(SampleEvent(step=self.step, path=path.name, index=index), path)
+        self.sampled_at = self.step
+        self.parallel.barrier()
