@@ -1,0 +1,175 @@
+"""Scene splitting: where a long film cuts, and each scene as a clip of its own, written elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+from torch import Tensor
+
+from ..errors import DataError, MissingPackage
+from ..section import Section
+from .buckets import Bucket, ClipOptions, ClipPlan, Placement
+from .colour import rgb
+from .decode import decoded, pictures
+from .probe import Probe, probe
+from .sound import read_sound
+from .sources import Sample
+from .writers import write_video
+
+THRESHOLDS = {"simple": 27.0, "content": 27.0, "adaptive": 3.0, "threshold": 12.0, "histogram": 0.2, "hash": 0.35}
+
+
+class SceneSection(Section):
+    """How a film is cut into scenes."""
+
+    detector: Literal["simple", "content", "adaptive", "threshold", "histogram", "hash"] = Field(
+        "simple", description="simple: our own comparison of neighbouring frames; the others are PySceneDetect's and need that package."
+    )
+    threshold: float | None = Field(None, gt=0, description="Sensitivity; None takes the detector's usual value. Lower cuts more.")
+    min_seconds: float = Field(0.6, gt=0, description="Shorter scenes are joined to the one before.")
+    filter_shorter_than: float = Field(0.0, ge=0, description="Scenes shorter than this many seconds are left out.")
+    max_scenes: int | None = Field(None, ge=1, description="At most this many scenes.")
+    max_seconds: float | None = Field(None, gt=0, description="Longer scenes are cut into equal parts of at most this length.")
+    crf: int = Field(14, ge=0, le=40, description="Quality of the written clips; lower is better.")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One scene: [start, end) in seconds from the first frame of the film."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def find_scenes(path: Path, section: SceneSection | None = None, progress: Callable[[float], None] | None = None) -> list[Scene]:
+    """The scenes of a video in order. Raises MissingPackage for PySceneDetect's detectors without it, MediaError for bad files."""
+    section = section or SceneSection()
+    found = probe(path)
+    if found.kind != "video":
+        raise DataError("scenes.no_video", f"{path.name} is {found.kind}, not a video that could be cut.", "Give a video file.")
+    cuts = _simple_cuts(found, section, progress) if section.detector == "simple" else _library_cuts(path, found, section)
+    edges = [0.0, *cuts, found.timeline.seconds]
+    kept = [edges[0]]
+    for edge in edges[1:-1]:
+        if edge - kept[-1] >= section.min_seconds and edges[-1] - edge >= section.min_seconds:
+            kept.append(edge)
+    scenes = [part for a, b in zip(kept, [*kept[1:], edges[-1]]) for part in _parts(Scene(a, b), section.max_seconds)]
+    scenes = [s for s in scenes if s.seconds >= section.filter_shorter_than]
+    return scenes[: section.max_scenes] if section.max_scenes else scenes
+
+
+def _parts(scene: Scene, most: float | None) -> list[Scene]:
+    count = 1 if most is None else max(1, int(np.ceil(scene.seconds / most - 1e-6)))
+    step = scene.seconds / count
+    return [Scene(scene.start + n * step, scene.start + (n + 1) * step) for n in range(count)]
+
+
+def _simple_cuts(found: Probe, section: SceneSection, progress: Callable[[float], None] | None) -> list[float]:
+    """Cuts where the mean change of hue, saturation and brightness (0..255) of a small picture passes the threshold."""
+    limit = section.threshold or THRESHOLDS["simple"]
+    last, cuts = None, []
+    for seconds, small in _small_frames(found):
+        colour = _hsv(small)
+        if last is not None:
+            change = np.abs(colour - last)
+            change[..., 0] = np.minimum(change[..., 0], 255 - change[..., 0])  # hue is a circle
+            if change.mean() > limit:
+                cuts.append(seconds - found.timeline.start)
+        last = colour
+        if progress:
+            progress(min(1.0, (seconds - found.timeline.start) / max(found.timeline.seconds, 1e-6)))
+    return cuts
+
+
+def _small_frames(found: Probe, side: int = 64) -> Iterator[tuple[float, np.ndarray]]:
+    step = max(1, max(found.coded_width, found.coded_height) // side)
+    if found.animated:
+        from .stills import animation_frames
+
+        for item in animation_frames(found.path):
+            yield item.seconds, item.frame[::step, ::step, :3]
+        return
+    for item in decoded(found, None):
+        yield item.seconds, rgb(item.frame)[::step, ::step]
+
+
+def _hsv(pixels: np.ndarray) -> np.ndarray:
+    """[H, W, 3] uint8 RGB -> float32 hue, saturation, value, each 0..255."""
+    values = pixels.astype(np.float32)
+    top, low = values.max(-1), values.min(-1)
+    span = np.maximum(top - low, 1e-6)
+    red, green, blue = np.moveaxis(values, -1, 0)
+    hue = np.where(top == red, (green - blue) / span, np.where(top == green, 2 + (blue - red) / span, 4 + (red - green) / span)) % 6
+    hue = np.where(top - low < 1, 0, hue * (255 / 6))
+    return np.stack([hue, np.where(top > 0, 255 * (top - low) / np.maximum(top, 1e-6), 0), top], -1)
+
+
+def _library_cuts(path: Path, found: Probe, section: SceneSection) -> list[float]:
+    try:
+        import scenedetect
+    except ImportError as error:
+        raise MissingPackage("scenedetect[pyav]", f"The {section.detector} detector", "Or use the detector 'simple', which needs nothing") from error
+    name = {"content": "ContentDetector", "adaptive": "AdaptiveDetector", "threshold": "ThresholdDetector", "histogram": "HistogramDetector", "hash": "HashDetector"}[section.detector]
+    limit = section.threshold or THRESHOLDS[section.detector]
+    argument = "adaptive_threshold" if section.detector == "adaptive" else "threshold"
+    frames = max(1, round(section.min_seconds * found.fps))
+    manager = scenedetect.SceneManager()
+    manager.add_detector(getattr(scenedetect, name)(**{argument: limit, "min_scene_len": frames}))
+    manager.detect_scenes(scenedetect.open_video(str(path), backend="pyav"))
+    return [_seconds(start) for start, _ in manager.get_scene_list()][1:]
+
+
+def _seconds(code: Any) -> float:
+    """Seconds of a FrameTimecode, old and new forms."""
+    return float(code.seconds if hasattr(code, "seconds") else code.get_seconds())
+
+
+def split(path: Path, folder: Path, section: SceneSection | None = None, progress: Callable[[int, int], None] | None = None) -> list[Path]:
+    """Write each scene as ``<stem>-scene-001.mp4`` with its sound into ``folder``; files that are there already are kept."""
+    section = section or SceneSection()
+    found = probe(path)
+    scenes = find_scenes(path, section)
+    written = []
+    for number, scene in enumerate(scenes, 1):
+        target = folder / f"{path.stem}-scene-{number:03d}.mp4"
+        if not target.exists():
+            write_scene(found, scene, target, section.crf)
+        written.append(target)
+        if progress:
+            progress(number, len(scenes))
+    return written
+
+
+def write_scene(found: Probe, scene: Scene, target: Path, crf: int = 14) -> None:
+    """One scene, upright at its own size and rate, with its sound."""
+    plan = scene_plan(found, scene)
+    start = found.timeline.start + scene.start
+    seconds = plan.frames / float(plan.fps)
+    sound = read_sound(found.path, found.sound, start, seconds) if found.sound else None
+    write_video(target, _pixels(plan), plan.fps, sound.waveform if sound else None, sound.sample_rate if sound else None, crf=crf)
+
+
+def scene_plan(found: Probe, scene: Scene) -> ClipPlan:
+    """The plan that reads all frames of a scene at full size."""
+    rate = found.timeline.rate
+    first = round(scene.start * float(rate))
+    count = max(1, min(round(scene.end * float(rate)), found.frames) - first)
+    bucket = Bucket(found.width, found.height, count)
+    place = Placement(found.width, found.height)
+    start = found.timeline.start + first / float(rate)
+    return ClipPlan(Sample(found.path.name, found.path, ""), found.path, found, bucket, place, first, 1, Fraction(rate), start, count / float(rate), ClipOptions())
+
+
+def _pixels(plan: ClipPlan) -> Iterator[Tensor]:
+    for picture in pictures(plan):
+        yield picture.pixels
