@@ -19,6 +19,7 @@ from .sources import MemoryClip
 from .stills import Timed, animation_frames, read_still, upright
 
 SEEK_FROM = 2.0  # seconds: nearer starts are decoded from the beginning, which no broken index can spoil
+MISSING = 3.5  # frames of a steady clip without one decoded: damage, not a pause
 TIE = 1e-4  # seconds: half way between two frames the earlier one stays
 
 
@@ -96,18 +97,22 @@ def _pick(plan: ClipPlan, frames: Iterator[Timed], end: float, strict: bool = Fa
     """
     times = wanted_times(plan)
     slack = 0.5 / float(plan.timeline_rate)
+    line = plan.probe.timeline
+    lost = MISSING / float(line.rate) if line.constant and line.ordered else float("inf")
     current, at, seen = None, 0, 0.0
     for item in frames:
         if strict and current is None and item.seconds > times[0] + slack:
             return
         early = slack if current is None else min(slack, (item.seconds - seen) / 2 - TIE)
         while at < len(times) and item.seconds > times[at] + early:
+            if times[at] - seen > lost and current is not None:
+                raise MediaError("media.decode", f"{plan.sample.id}: frames are missing from {seen:.2f} s on: damaged there.")
             yield current if current is not None else item.frame
             at += 1
         if at == len(times):
             return
         current, seen = item.frame, item.seconds
-    limit = end if not plan.probe.timeline.constant else min(end, seen + 1.0 / float(plan.probe.timeline.rate))
+    limit = end if not line.constant else min(end, seen + 1.0 / float(line.rate))
     while at < len(times) and current is not None and (plan.hold or times[at] < limit + slack):
         yield current
         at += 1
@@ -134,6 +139,8 @@ def decoded(probe: Probe, start: float | None, threads: int = 0) -> Iterator[Tim
                 if seconds is None or not probe.timeline.ordered or (last is not None and seconds <= last):
                     seconds = probe.timeline.start if last is None else last + step
                 last = seconds
+                if frame.is_corrupt:
+                    raise MediaError("media.decode", f"{probe.path.name}: the picture at {seconds:.2f} s is damaged.")
                 yield Timed(seconds, frame)
         except av.error.FFmpegError as error:
             if isinstance(error, av.error.EOFError):

@@ -47,6 +47,7 @@ CODES: dict[str, Kind] = {
     # sound
     "audio.none": Kind(False, "The clip has no sound; it counts for the video loss only."),
     "audio.short": Kind(False, "The sound ends before the picture; the rest is silence."),
+    "audio.silent": Kind(False, "The sound is all silence: it teaches silence. Set audio to off, or remove the sound of this clip."),
     "audio.decode": Kind(True, "The sound cannot be decoded: convert it, or leave sound out (audio: off)."),
     "audio.too_short": Kind(True, "The sound is shorter than every duration asked for: add a shorter duration."),
     # buckets

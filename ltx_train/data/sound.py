@@ -15,6 +15,7 @@ from .findings import Finding, MediaError
 from .probe import SoundInfo, opened
 from .sources import MemoryClip
 
+SILENCE = 1e-4
 JUMP = 0.04  # seconds: smaller differences between a timestamp and the samples so far are rounding of the container's clock
 
 
@@ -80,6 +81,8 @@ def _finish(waveform: Tensor, info: SoundInfo, filled: int) -> Sound:
     missing = waveform.shape[1] - filled
     short = missing > 0.1 * info.sample_rate
     notes = (Finding("audio.short", f"the last {missing / info.sample_rate:.2f} s are silence"),) if short else ()
+    if float(waveform.abs().max()) < SILENCE:
+        notes += (Finding("audio.silent", "no sample above -80 dB"),)
     return Sound(waveform.contiguous(), info.sample_rate, notes)
 
 

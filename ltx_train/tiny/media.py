@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import wave
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class Coding:
 
 
 def encode(
-    path: Path, frames: Iterable[np.ndarray], rate: Fraction | int, coding: Coding = Coding(), *, times: Sequence[float] | None = None, sound: np.ndarray | None = None, sound_rate: int = 48000, source: str = "rgb24"
+    path: Path, frames: Iterable[np.ndarray], rate: Fraction | int, coding: Coding = Coding(), *, times: Sequence[float] | None = None, sound: np.ndarray | None = None, sound_rate: int = 48000, sound_start: float = 0.0, source: str = "rgb24"
 ) -> Path:  # fmt: skip
     """Write frames (in ``source`` format) and a sound [C, N] as ``coding`` says; ``times`` in seconds make a variable rate."""
     import av
@@ -120,7 +121,7 @@ def encode(
         if video is not None:
             container.mux(video.encode(None))
         if audio is not None:
-            _encode_tone(container, audio, sound, sound_rate, coding)
+            _encode_tone(container, audio, sound, sound_rate, coding, sound_start)
     return path
 
 
@@ -153,14 +154,14 @@ def _frame(pixels: np.ndarray, source: str, coding: Coding) -> Any:
     return frame.reformat(**arguments)
 
 
-def _encode_tone(container: Any, stream: Any, sound: np.ndarray, rate: int, coding: Coding) -> None:
+def _encode_tone(container: Any, stream: Any, sound: np.ndarray, rate: int, coding: Coding, begin: float = 0.0) -> None:
     import av
 
     resampler = av.AudioResampler(format=stream.codec_context.format.name if stream.codec_context.format else coding.audio_format, layout=coding.layout, rate=rate)
     for start in range(0, sound.shape[1], 1024):
         # interleaved: PyAV cannot fill more than eight planes
         frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound[:, start : start + 1024].T.reshape(1, -1)), format="flt", layout=coding.layout)
-        frame.sample_rate, frame.pts, frame.time_base = rate, start, Fraction(1, rate)
+        frame.sample_rate, frame.pts, frame.time_base = rate, start + round(begin * rate), Fraction(1, rate)
         for part in resampler.resample(frame):
             container.mux(stream.encode(part))
     for part in resampler.resample(None):
@@ -323,6 +324,57 @@ def _with_tone(rate: int = 48000, seconds: float = 25 / 24, start: float = 0.25,
     return lambda path: encode(path, _plain(), Fraction(24), Coding(**coding), sound=tone(seconds, rate, onset=start), sound_rate=rate)
 
 
+def _mirrored(path: Path) -> None:
+    """Stored mirrored, with a display matrix that mirrors it back (as front cameras do)."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("libx264", rate=24, options={"crf": "12", "preset": "ultrafast"})
+        video.width, video.height, video.pix_fmt = 128, 96, "yuv420p"
+        video.set_display_matrix([-(1 << 16), 0, 0, 0, 1 << 16, 0, 128 << 16, 0, 1 << 30])
+        for n in range(25):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(counter_frame(n)[:, ::-1]), "rgb24")))
+        container.mux(video.encode(None))
+
+
+def _restarted_clock(path: Path) -> None:
+    """Two transport streams one after the other: the clock starts again in the middle."""
+    parts = [path.with_name(f"_{path.stem}{n}.ts") for n in range(2)]
+    for n, part in enumerate(parts):
+        encode(part, (counter_frame(25 * n + k) for k in range(25)), 24)
+    path.write_bytes(b"".join(part.read_bytes() for part in parts))
+    for part in parts:
+        part.unlink()
+
+
+def _damaged(path: Path) -> None:
+    """A sixth of the bytes in the middle overwritten: the headers are whole."""
+    random = np.random.default_rng(0)
+    encode(path, (np.clip(counter_frame(n).astype(int) // 2 + random.integers(0, 127, (96, 128, 3)), 0, 255).astype(np.uint8) for n in range(25)), 24)
+    data = bytearray(path.read_bytes())
+    start, length = len(data) // 10, len(data) // 6
+    data[start : start + length] = random.bytes(length)
+    path.write_bytes(bytes(data))
+
+
+def _song_with_cover(path: Path) -> None:
+    """An MP3 with a picture in its ID3 tag, which is no video."""
+    import io
+
+    from PIL import Image
+
+    encode(path, [], 24, Coding(audio_codec="libmp3lame"), sound=tone(2.0, 44100, onset=0.25), sound_rate=44100)
+    picture = io.BytesIO()
+    Image.fromarray(counter_frame(1)).save(picture, "PNG")
+    body = b"\0image/png\0\3\0" + picture.getvalue()
+    frame = b"APIC" + struct.pack(">I", len(body)) + b"\0\0" + body
+    size = bytes((len(frame) >> shift) & 0x7F for shift in (21, 14, 7, 0))
+    song = path.read_bytes()
+    if song[:3] == b"ID3":  # the muxer's own tag
+        song = song[10 + (song[6] << 21 | song[7] << 14 | song[8] << 7 | song[9]) :]
+    path.write_bytes(b"ID3\3\0\0" + size + frame + song)
+
+
 def _interlaced(path: Path) -> None:
     """Each stored frame weaves two moments; the counter of both fields is the same, the block below differs."""
     coding = Coding(options={"crf": "8", "preset": "ultrafast", "x264-params": "tff=1"})
@@ -393,6 +445,8 @@ def _kinds_video() -> list[Kind]:
         Kind("turned180.mp4", _turned(180), e(notes=("media.rotated",), counters=FIRST9)),
         Kind("turned270.mov", _turned(270), e(notes=("media.rotated",), counters=FIRST9)),
         Kind("turned90.mkv", _turned(90), e(notes=("media.rotated",), counters=FIRST9)),
+        Kind("mirrored.mp4", _mirrored, e(notes=("media.rotated",), counters=FIRST9)),
+        Kind("restarted.ts", _restarted_clock, e(notes=("media.timestamps",), counters=FIRST9)),
         Kind("variable.mp4", lambda p: encode(p, _plain(40), Fraction(50), times=VFR), e(notes=("media.variable_rate",), counters=vfr_counters(Fraction(431, 25), 9), fps=17.24)),
         Kind("variable.mkv", lambda p: encode(p, _plain(40), Fraction(50), times=VFR), e(notes=("media.variable_rate",), counters=vfr_counters(Fraction(431, 25), 9), fps=17.24)),
         Kind("interlaced.mp4", _interlaced, e(notes=("media.interlaced",), counters=FIRST9)),
@@ -439,6 +493,10 @@ def _kinds_sound() -> list[Kind]:
         Kind("short_sound.mp4", _with_tone(seconds=0.5, start=0.1), e(notes=("audio.short",), counters=FIRST9, tones=both, onset=0.1)),
         Kind("long_sound.mp4", _with_tone(seconds=4.0), e(counters=FIRST9, tones=both, onset=0.25)),
         Kind("two_sounds.mkv", _two_streams, e(notes=("media.streams",), counters=FIRST9, tones=both)),
+        Kind("late_sound.mkv", lambda p: encode(p, _plain(), 24, sound=tone(0.7, 48000), sound_start=0.25), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("silent.mp4", lambda p: encode(p, _plain(), 24, sound=tone(25 / 24, 48000, (0.0, 0.0))), e(notes=("audio.silent",), counters=FIRST9, tones=(0.0, 0.0))),
+        Kind("rate_96000.mkv", _with_tone(96000, audio_codec="flac", audio_format="s16"), e(counters=FIRST9, tones=both, onset=0.25)),
+        Kind("cover.mp3", _song_with_cover, e(left=None, right=None, tones=both, onset=0.25)),
         Kind("alone.wav", lambda p: write_pcm(p, tone(2.0, 44100, onset=0.25), 44100), e(left=None, right=None, tones=both, onset=0.25)),
         Kind("alone_mono.flac", lambda p: encode(p, [], Fraction(24), Coding(audio_codec="flac", layout="mono", audio_format="s16"), sound=tone(2.0, 32000, [440.0], 0.25), sound_rate=32000), e(left=None, right=None, tones=(440.0, 440.0), onset=0.25)),
         Kind("alone.mp3", lambda p: encode(p, [], Fraction(24), Coding(audio_codec="libmp3lame"), sound=tone(2.0, 44100, onset=0.25), sound_rate=44100), e(left=None, right=None, tones=both, onset=0.25)),
@@ -471,6 +529,7 @@ def _kinds_broken() -> list[Kind]:
         Kind("cut.mp4", _cut(_simple(Coding()), 0.6), e(refused="media.unreadable")),
         Kind("cut_faststart.mp4", _cut(_simple(Coding(container={"movflags": "+faststart"})), 0.7), e(refused="media.truncated")),
         Kind("cut.mkv", _cut(_simple(Coding(), n=120), 0.4), e(refused="media.truncated")),
+        Kind("damaged.mp4", _damaged, e(refused="media.decode")),
         Kind("cut.png", _cut(_still("RGB"), 0.5), e(refused="media.truncated")),
         Kind("cut.jpg", _cut(_exif(1), 0.4), e(refused="media.truncated")),
         Kind("short.mp4", _simple(Coding(), n=5), e(refused="bucket.too_short")),

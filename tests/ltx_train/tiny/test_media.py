@@ -40,7 +40,11 @@ def test_each_kind_is_right_or_named(name, folder):
     if isinstance(planned, Finding):
         assert planned.code == expected.refused, planned
         return
-    assert not expected.refused, f"{name} was read, and should have been refused with {expected.refused}"
+    if expected.refused:
+        with pytest.raises(MediaError) as caught:
+            read_clip(planned[0])
+        assert caught.value.code == expected.refused
+        return
     clip = read_clip(planned[0])
     codes = {f.code for f in (*found.findings, *planned[0].notes, *clip.notes)}
     assert set(expected.notes) <= codes, codes
@@ -70,6 +74,9 @@ def _check_sound(clip, expected):
     rate = clip.sample_rate
     start = round((expected.onset + 0.01) * rate)
     for channel, hertz in zip(clip.waveform.numpy(), expected.tones):
+        if not hertz:
+            assert np.abs(channel).max() < 1e-3
+            continue
         assert tiny.onset(channel, rate) == pytest.approx(expected.onset, abs=0.006)
         heard = channel[start:]
         heard = heard[: np.flatnonzero(np.abs(heard) > 0.02)[-1] + 1]
@@ -100,6 +107,13 @@ def test_alpha_on_a_colour_and_as_mask(tmp_path):
     mask = loss_mask(clip.alpha, VideoFactors())
     assert mask.shape == (2, 3, 4)
     assert mask[0].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1]]  # row 1 is half transparent: not above one half
+
+
+def test_a_restarted_clock_does_not_stop_the_film(tmp_path):
+    path = tmp_path / "a.ts"
+    KINDS["restarted.ts"].write(path)
+    clip = read_clip(plan(Sample("a", path, ""), probe(path), parse_buckets("128x96x49"), ClipOptions())[0])
+    assert [tiny.read_counter(f) for f in clip.frames] == list(range(49))
 
 
 def test_hold_and_seek_agree(tmp_path):
