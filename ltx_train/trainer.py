@@ -20,6 +20,7 @@ from .training.metrics import RunningMean, StepMeter, StepSummary, summarise
 from .training.optim import set_learning_rate
 from .training.optim_state import optimizer_state, restore_optimizer
 from .training.parallel import Parallel
+from .training.randomness import key_of
 from .training.snapshots import load_snapshot, newest_valid, retain, save_snapshot, snapshot_path
 
 MAX_BAD_STEPS = 5
@@ -55,6 +56,7 @@ class Trainer:
         self.bad_steps = 0
         self.saved_at = self.lora_at = self.sampled_at = -1
         self.publishers: Publishers | None = None
+        self.dropout = config.lora is not None and config.lora.dropout > 0
         self.epoch_size = max(1, parts.data.epoch_samples)
 
     # -- the story --
@@ -132,6 +134,8 @@ class Trainer:
             waited = time.monotonic()
             item = self.parts.data.batch(self.step, micro)
             timing.data += time.monotonic() - waited
+            if self.dropout:  # its masks hang on the place in the run, so that a resumed run draws the same
+                torch.manual_seed(key_of(self.config.seed, self.step, item.slots[0], "dropout"))
             out = self.parts.step(item.batch, seed=self.config.seed, step=self.step, slot=item.slots)
             self.parts.scaler.scale(out.loss / accumulation).backward()
             meter.add(out.loss, per_modality(out))

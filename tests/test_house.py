@@ -30,7 +30,7 @@ HOST = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths",
 HEAVY = {"accelerate", "peft", "diffusers", "transformers", "optimum", "bitsandbytes", "wandb", "huggingface_hub", "tensorboard", "prodigyopt", "schedulefree", "scenedetect", "rich"}
 # what the nodes reach; these and all that they import at module level load with ComfyUI's own packages
 LIGHT = ("config", "launch", "planner", "preprocess", "runs", "errors", "data.sources", "data.report", "models.checkpoint", "lora.files", "lora.edit", "environment")
-NODES_MAY = {"config", "launch", "planner", "preprocess", "runs", "errors", "section", "data.sources", "data.report", "models.checkpoint", "models.codec", "lora.files", "lora.edit", "environment"}
+NODES_MAY = {"config", "run_setup", "text", "geometry", "launch", "planner", "preprocess", "runs", "errors", "section", "data.sources", "data.report", "models.checkpoint", "models.codec", "lora.files", "lora.edit", "environment"}
 
 
 @dataclass(frozen=True)
