@@ -1,0 +1,34 @@
+"""The thin roof over the engine: ComfyUI's nodes write jobs and read runs. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from . import routes, settings
+from .checkpoint import LTXTrainLoadRun, LTXTrainSaveLoRA
+from .dataset import LTXTrainDataset
+from .model import LTXTrainLoadModel
+from .preprocess import LTXTrainPreprocess
+from .train import LTXTrainLoRA
+from .validation import LTXTrainSample
+
+NODES: tuple[type[io.ComfyNode], ...] = (
+    LTXTrainLoadModel,
+    LTXTrainDataset,
+    LTXTrainPreprocess,
+    LTXTrainLoRA,
+    LTXTrainSample,
+    LTXTrainSaveLoRA,
+    LTXTrainLoadRun,
+    *settings.NODES,
+)
+
+
+class LTXTrainExtension(ComfyExtension):
+    """What ComfyUI asks for our nodes."""
+
+    async def on_load(self) -> None:
+        routes.register()
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return list(NODES)

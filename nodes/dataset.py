@@ -1,0 +1,164 @@
+"""The dataset node: a folder or file of clips with its settings, looked at and reported before any model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..ltx_train.config import DataSection
+from ..ltx_train.data.report import Report, make_report, usable_or_raise
+from ..ltx_train.data.sources import ChainSource, FolderSource, TableSource, open_source
+from ..ltx_train.errors import LtxTrainError
+from ..ltx_train.geometry import VideoFactors
+from . import paths, schema, sockets
+from .follow import Screen
+
+NONE = "(type a path below)"
+CLIP_FIELDS = ("fps", "frame_selection", "windows", "window_stride", "frame_step", "crop", "letterbox", "audio", "audio_durations", "audio_max_seconds", "hdr", "alpha")
+CAPTION_FIELDS = ("trigger", "policy", "missing", "remove_llm_prefixes")
+ROLE_FIELDS = ("reference_video", "reference_audio", "video_mask", "audio_mask", "audio")
+BASIC = {"fps", "frame_selection", "windows", "trigger", "policy", "audio", "repeats"}
+FACTORS = VideoFactors(8, 32, 32)
+"""Of every LTX family; the encoder checks again with the model's own."""
+
+
+class LTXTrainDataset(io.ComfyNode):
+    """A folder of clips, or a dataset file, with how to cut and caption them."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        clips, captions = _class("clips"), _class("captions")
+        basic = {"basic": BASIC}
+        return io.Schema(
+            node_id="LTXTrainDataset",
+            display_name="LTX Dataset",
+            category=sockets.CATEGORY,
+            description="Clips and captions for training: a folder (captions in .txt files beside the clips) or a .csv, .json or .jsonl file. Reports on every clip before anything is loaded.",
+            search_aliases=["ltx", "train", "clips", "captions", "folder"],
+            is_output_node=True,
+            inputs=[
+                io.Combo.Input("dataset", options=[*paths.datasets(), NONE], tooltip="A folder or dataset file below ComfyUI's input and datasets folders."),
+                io.String.Input("path", default="", optional=True, advanced=True, tooltip="A path instead: input/..., datasets/..., output/..., or a folder that the server's owner allows."),
+                io.String.Input("buckets", default="auto", tooltip="Sizes to train at, such as 768x512x49;512x768x49;768x512 (width x height x frames). auto proposes them from the clips."),
+                io.Int.Input("token_budget", default=4096, min=1, max=1_000_000, advanced=True, tooltip="With auto buckets: latent tokens a clip may have (768x512x49 has 2,688)."),
+                *schema.inputs_of(captions, CAPTION_FIELDS, **basic),
+                *schema.inputs_of(clips, CLIP_FIELDS, **basic),
+                io.Int.Input("repeats", default=1, min=1, max=10000, tooltip="Times an epoch each clip is seen."),
+                io.Float.Input("weight", default=1.0, min=0.0, max=100.0, step=0.1, advanced=True, tooltip="Factor on the loss of these clips."),
+                io.Float.Input("caption_dropout", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True, tooltip="Share of samples that train with an empty caption."),
+                io.Int.Input("reference_downscale_factor", default=1, min=1, max=16, advanced=True, tooltip="References are this much smaller than the clip (IC-LoRA)."),
+                *[
+                    io.String.Input(role, default="", optional=True, advanced=True, tooltip=f"Folder with a {role.replace('_', ' ')} of the same name for each clip.")
+                    for role in ROLE_FIELDS if role != "audio"
+                ],
+                sockets.Dataset.Input("previous", optional=True, tooltip="Another dataset that is trained together with this one; its sizes and cutting are kept per dataset where given."),
+            ],
+            outputs=[sockets.Dataset.Output("ltx_dataset", display_name="ltx_dataset"), io.String.Output("report", display_name="report")],
+            hidden=[io.Hidden.unique_id],
+        )  # fmt: skip
+
+    @classmethod
+    def validate_inputs(cls, dataset: str, path: str = "") -> bool | str:
+        """Told at once: a dataset that is not there, or lies where workflows may not look."""
+        try:
+            paths.resolve(path or dataset)
+        except LtxTrainError as error:
+            return error.message
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, dataset: str, path: str = "", **_: Any) -> str:
+        try:
+            return paths.digest_of(paths.resolve(path or dataset))
+        except LtxTrainError:
+            return "missing"
+
+    @classmethod
+    def execute(cls, dataset: str, path: str = "", previous: sockets.LtxDataset | None = None, **widgets: Any) -> io.NodeOutput:
+        place = paths.resolve(path or dataset)
+        found = describe(place, widgets, previous)
+        screen = Screen.of(cls.hidden.unique_id)
+        report = look(found.data, screen)
+        usable_or_raise(report)
+        text = report_text(report)
+        screen.text(text.splitlines()[0])
+        made = sockets.LtxDataset(found.data, found.name, text)
+        return io.NodeOutput(made, text, ui={"ltx_text": [text], "ltx_table": [table(report)]})
+
+
+def _class(field: str) -> type:
+    kind = schema.is_section(DataSection.model_fields[field].annotation)
+    assert kind is not None
+    return kind
+
+
+def describe(place: Path, widgets: dict[str, Any], previous: sockets.LtxDataset | None = None) -> sockets.LtxDataset:
+    """The node's widgets as a data section; a previous dataset's sources come first."""
+    captions = schema.values_of(_class("captions"), widgets, only=CAPTION_FIELDS)
+    fields = {"repeats": widgets.get("repeats", 1), "weight": widgets.get("weight", 1.0), "captions": captions, "name": ""}
+    source = open_source(place, **fields)
+    roles = {role: str(paths.resolve(widgets[role], what="folder")) for role in ROLE_FIELDS if widgets.get(role)}
+    if roles and isinstance(source, FolderSource):
+        source = source.model_copy(update=roles)
+    clips = schema.values_of(_class("clips"), widgets, only=CLIP_FIELDS)
+    clips["reference_downscale_factor"] = widgets.get("reference_downscale_factor", 1)
+    buckets = (widgets.get("buckets") or "auto").strip()
+    sources: list[FolderSource | TableSource] = [source]
+    if previous is not None:
+        # one data section holds both; sizes given here stay with these clips
+        sources = [*previous.data.sources, source.model_copy(update={"resolution_buckets": None if buckets == "auto" else buckets})]
+        buckets, clips = previous.data.resolution_buckets or "auto", previous.data.clips.model_dump()
+    data = DataSection.model_validate(
+        {
+            "sources": [s.model_dump() for s in sources],
+            "resolution_buckets": buckets,
+            "token_budget": widgets.get("token_budget", 4096),
+            "caption_dropout": widgets.get("caption_dropout", 0.0),
+            "clips": clips,
+            "captions": captions,
+        }
+    )
+    return sockets.LtxDataset(data, place.stem if place.is_file() else place.name)
+
+
+def samples_of(data: DataSection):
+    """All samples of a section's sources."""
+    sources = data.all_sources()
+    return sources[0].samples() if len(sources) == 1 else ChainSource(sources=sources).samples()
+
+
+def look(data: DataSection, screen: Screen) -> Report:
+    """The report on a dataset, from headers alone."""
+    return make_report(samples_of(data), lambda probes: data.buckets(FACTORS, lambda: probes), data.clips, FACTORS, progress=screen.progress)
+
+
+def report_text(report: Report, limit: int = 60) -> str:
+    """The report for reading: totals, warnings, findings with their fix, then a line a clip (those with faults first)."""
+    plain = report.to_json()
+    lines = [f"{report.usable} of {report.total} clips usable, {plain['pieces']} pieces, {plain['seconds']:.1f} s, {plain['with_audio']} with sound"]
+    lines.append("buckets: " + (", ".join(f"{name} ({count})" for name, count in plain["buckets"].items()) or "none"))
+    lines += [f"! {warning}" for warning in report.warnings]
+    for code, found in plain["findings"].items():
+        lines.append(f"{'x' if found['refused'] else '-'} {code} ({found['clips']}): {found['fix']}")
+    rows = sorted(plain["clips"], key=lambda row: row["usable"])
+    lines += [clip_line(row) for row in rows[:limit]]
+    if len(rows) > limit:
+        lines.append(f"... and {len(rows) - limit} more")
+    return "\n".join(lines)
+
+
+def clip_line(row: dict[str, Any]) -> str:
+    """One clip: what is used of it, or why it is left out."""
+    if not row["usable"]:
+        return f"x {row['id']}: {'; '.join(f['message'] for f in row['findings'] if f['refused'])}"
+    used = f"{row.get('frames_used', 0)} of {row.get('frames', 0)} frames at {row.get('used_fps', 0):g}" if row.get("kind") == "video" else row.get("kind", "")
+    return f"+ {row['id']}: {row.get('bucket') or 'sound'}, {used}, {row.get('used_seconds', 0):g} s{', sound' if row.get('audio') else ''}: {row['caption'][:60]}"
+
+
+def table(report: Report, limit: int = 200) -> list[dict[str, Any]]:
+    """The rows for the node's table, the ones with faults first."""
+    rows = sorted(report.to_json()["clips"], key=lambda row: row["usable"])[:limit]
+    keep = ("id", "usable", "kind", "bucket", "frames", "frames_used", "used_fps", "used_seconds", "caption")
+    return [{**{k: row.get(k) for k in keep}, "sound": bool(row.get("audio")), "findings": [f["message"] for f in row["findings"]]} for row in rows]

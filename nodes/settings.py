@@ -1,0 +1,327 @@
+"""The optional settings nodes, derived from the sections of a job: adapter, optimizer, objective, validation, memory, checkpoints, mode, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from comfy_api.latest import io
+from pydantic.fields import FieldInfo
+
+from ..ltx_train.conditioning.modes import MODES
+from ..ltx_train.config import (
+    AccelerationSection,
+    CheckpointsSection,
+    DistributedSection,
+    FlowMatchingSection,
+    LoraSection,
+    OptimizationSection,
+    ValidationSection,
+)
+from ..ltx_train.errors import ConfigError
+from ..ltx_train.sampling.recipe import MODEL_NUMBERS
+from ..ltx_train.training.ema import EmaSection
+from ..ltx_train.training.flow_matching import SAMPLERS
+from ..ltx_train.training.optim import OPTIMIZERS
+from ..ltx_train.training.schedule import SCHEDULES
+from . import paths, schema, sockets
+
+CATEGORY = f"{sockets.CATEGORY}/settings"
+OWN = "auto"
+
+
+class _SettingsNode(io.ComfyNode):
+    """What all settings nodes share: a schema from a section, and fields of that section as output."""
+
+    socket = ""
+    section = ""
+
+    @classmethod
+    def made(cls, node_id: str, title: str, description: str, inputs: list[io.Input]) -> io.Schema:
+        output = sockets.Settings[cls.socket].Output(cls.socket, display_name=cls.socket)
+        return io.Schema(node_id=node_id, display_name=title, category=CATEGORY, description=description, search_aliases=["ltx", "train", cls.socket], inputs=inputs, outputs=[output])
+
+    @classmethod
+    def execute(cls, **widgets: Any) -> io.NodeOutput:
+        return io.NodeOutput(sockets.SettingsOf(cls.section, cls.fields(widgets)))
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        raise AssertionError("each settings node has its own")
+
+
+class LTXTrainAdapterSettings(_SettingsNode):
+    """What is adapted, and how."""
+
+    socket, section = "adapter", "lora"
+    LEAVE = ("rank", "alpha")
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = schema.inputs_of(LoraSection, leave=cls.LEAVE, basic={"kind", "target_modules", "dropout"}, defaults={"target_modules": []})
+        for one in inputs:
+            if one.id == "target_modules":
+                one.tooltip = f"{one.tooltip} Empty: what suits the mode."
+        return cls.made("LTXTrainAdapterSettings", "LTX Adapter Settings", "Kind of adapter, which modules it is put on, rank and alpha by module.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        found = schema.values_of(LoraSection, widgets)
+        if not found.get("target_modules"):
+            found.pop("target_modules", None)
+        return found
+
+
+class LTXTrainOptimizerSettings(_SettingsNode):
+    """Optimizer, schedule, batch, warm-up, clipping, running average."""
+
+    socket, section = "optimizer", "optimization"
+    FIELDS = ("batch_size", "gradient_accumulation_steps", "warmup_steps", "max_grad_norm")
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [
+            schema.choice_input("optimizer_type", OPTIMIZERS, default="adamw", tooltip="The optimizer, with its own parameters. The 8-bit and paged ones need bitsandbytes."),
+            schema.choice_input("scheduler_type", {OWN: schema.Section, **SCHEDULES}, default=OWN, tooltip="How the learning rate falls over the steps; auto: as the optimizer is used."),
+            *schema.inputs_of(OptimizationSection, cls.FIELDS, defaults={"batch_size": 1}),
+            io.DynamicCombo.Input(
+                "ema", tooltip="Keep a running average of the weights, and save and sample that.",
+                options=[io.DynamicCombo.Option("off", []), io.DynamicCombo.Option("on", schema.inputs_of(EmaSection))],
+            ),
+        ]  # fmt: skip
+        return cls.made("LTXTrainOptimizerSettings", "LTX Optimizer Settings", "Optimizer, learning-rate schedule, batch size, gradient accumulation, warm-up, clipping, EMA.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        found = schema.values_of(OptimizationSection, widgets, only=cls.FIELDS)
+        if "optimizer_type" in widgets:
+            found["optimizer_type"], found["optimizer_params"] = schema.choice_of("optimizer_type", OPTIMIZERS, widgets["optimizer_type"])
+        schedule = widgets.get("scheduler_type")
+        if schedule and schedule["scheduler_type"] != OWN:
+            found["scheduler_type"], found["scheduler_params"] = schema.choice_of("scheduler_type", SCHEDULES, schedule)
+        ema = widgets.get("ema")
+        if ema and ema["ema"] == "on":
+            found["ema"] = schema.values_of(EmaSection, ema)
+        return found
+
+
+class LTXTrainObjectiveSettings(_SettingsNode):
+    """Noise levels, loss, weights of the streams."""
+
+    socket, section = "objective", "flow_matching"
+    SAMPLED = ("timestep_sampling_mode", "timestep_sampling_params", "audio_timestep_sampling_mode", "audio_timestep_sampling_params")
+    AS_VIDEO = "as the video"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [
+            schema.choice_input("timestep_sampling_mode", SAMPLERS, default="shifted_logit_normal", tooltip="How noise levels are drawn."),
+            schema.choice_input(
+                "audio_timestep_sampling_mode", {cls.AS_VIDEO: schema.Section, **SAMPLERS}, default=cls.AS_VIDEO, tooltip="How noise levels of the sound are drawn."
+            ),
+            *schema.inputs_of(FlowMatchingSection, leave=cls.SAMPLED, basic={"loss", "weighting", "balance", "video_weight", "audio_weight"}),
+        ]
+        return cls.made("LTXTrainObjectiveSettings", "LTX Objective Settings", "Noise levels, loss, weighting, and the balance of video and sound.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        found = schema.values_of(FlowMatchingSection, {k: v for k, v in widgets.items() if k not in cls.SAMPLED})
+        for stream in ("", "audio_"):
+            name = f"{stream}timestep_sampling_mode"
+            chosen = widgets.get(name)
+            if chosen and chosen[name] != cls.AS_VIDEO:
+                found[name], found[f"{stream}timestep_sampling_params"] = schema.choice_of(name, SAMPLERS, chosen)
+        return found
+
+
+class LTXTrainValidationSettings(_SettingsNode):
+    """The previews of a run."""
+
+    socket, section = "validation", "validation"
+    LEAVE = ("samples", "video_dims", "set_by_hand", "sigmas")
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [
+            io.String.Input("prompts", default="", multiline=True, tooltip="Further prompts, one a line, beside the train node's."),
+            io.String.Input("first_frames", default="", multiline=True, advanced=True, tooltip="First frames, one image a line for each prompt in order: input/face.png; an empty line for none."),
+            *preview_size(),
+            *schema.inputs_of(ValidationSection, leave=(*cls.LEAVE, *MODEL_NUMBERS), basic={"interval", "frame_rate", "seed", "negative_prompt", "generate_audio"}),
+            *model_numbers(),
+        ]
+        return cls.made("LTXTrainValidationSettings", "LTX Preview Settings", "Which clips a run makes while it trains, how large, and how often.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        found = schema.values_of(ValidationSection, {k: v for k, v in widgets.items() if k not in MODEL_NUMBERS})
+        found |= given_numbers(widgets)
+        if {"width", "height", "frames"} <= widgets.keys():
+            found["video_dims"] = (widgets["width"], widgets["height"], widgets["frames"])
+        frames = [line.strip() for line in (widgets.get("first_frames") or "").splitlines()]
+        found["samples"] = [sample_of(text, frames[i] if i < len(frames) else "") for i, text in enumerate(prompts_of(widgets.get("prompts") or ""))]
+        return found
+
+
+def prompts_of(text: str) -> list[str]:
+    """One prompt a line; empty lines are left out."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def sample_of(prompt: str, first_frame: str = "") -> dict[str, Any]:
+    """A validation sample as the section takes it."""
+    sample: dict[str, Any] = {"prompt": prompt}
+    if first_frame:
+        sample["conditions"] = [{"type": "first_frame", "image_or_video": str(paths.resolve(first_frame, what="image"))}]
+    return sample
+
+
+def preview_size(width: int = 512, height: int = 320, frames: int = 49) -> list[io.Input]:
+    """Width, height and frames of a sample."""
+    return [
+        io.Int.Input("width", default=width, min=32, max=4096, step=32, tooltip="Pixels, a multiple of 32."),
+        io.Int.Input("height", default=height, min=32, max=4096, step=32, tooltip="Pixels, a multiple of 32."),
+        io.Int.Input("frames", default=frames, min=1, max=1025, step=8, tooltip="8n + 1; 1 is a picture."),
+    ]
+
+
+def model_numbers() -> list[io.Input]:
+    """Steps and guidance, each with a value that leaves it to the model's own recipe."""
+    made = []
+    for name in MODEL_NUMBERS:
+        info: FieldInfo = ValidationSection.model_fields[name]
+        common = {"tooltip": f"{info.description} Empty or -1: as the model was made for.", "advanced": True, "optional": True}
+        if name == "stg_blocks":
+            made.append(io.String.Input(name, default="", **common))
+        elif name == "inference_steps":
+            made.append(io.Int.Input(name, default=-1, min=-1, max=1000, **common))
+        else:
+            made.append(io.Float.Input(name, default=-1.0, min=-1.0, max=100.0, step=0.1, **common))
+    return made
+
+
+def given_numbers(widgets: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps and guidance that were set by hand."""
+    found = {}
+    for name in MODEL_NUMBERS:
+        value = widgets.get(name)
+        if name == "stg_blocks":
+            if str(value or "").strip():
+                found[name] = [int(part) for part in schema.lines_of(str(value).replace(",", ";"))]
+        elif value is not None and value >= 0:
+            found[name] = value
+    return found
+
+
+class LTXTrainMemorySettings(_SettingsNode):
+    """Precision, quantisation, and what leaves the card."""
+
+    socket, section = "memory", "acceleration"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = schema.inputs_of(AccelerationSection, basic={"quantization", "mixed_precision_mode", "activation_checkpointing", "stream_blocks", "load_text_encoder_in_8bit"})
+        return cls.made("LTXTrainMemorySettings", "LTX Memory Settings", "Precision, quantisation, activation checkpointing, streamed blocks: how the model fits onto its card.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        return schema.values_of(AccelerationSection, widgets)
+
+
+class LTXTrainCheckpointSettings(_SettingsNode):
+    """When a run saves, and what."""
+
+    socket, section = "checkpoints", "checkpoints"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = schema.inputs_of(CheckpointsSection, leave=("no_resume",), defaults={"interval": 250, "keep_last_n": 3})
+        return cls.made("LTXTrainCheckpointSettings", "LTX Checkpoint Settings", "How often a run saves its LoRA and a snapshot to go on from.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        return schema.values_of(CheckpointsSection, widgets)
+
+
+class LTXTrainDistributionSettings(_SettingsNode):
+    """Processes on several GPUs or machines."""
+
+    socket, section = "distribution", "distributed"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = schema.inputs_of(DistributedSection, leave=("num_processes",), basic={"devices"})
+        return cls.made("LTXTrainDistributionSettings", "LTX Distribution Settings", "Which GPUs take part, and how processes on several machines meet.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        return schema.values_of(DistributedSection, widgets)
+
+
+class LTXTrainModeSettings(_SettingsNode):
+    """A mode with conditions of one's own."""
+
+    socket, section = "mode_settings", "training_strategy"
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        modes = {name: row.title for name, row in MODES.items()}
+        tip = "; ".join(f"{name}: {title}" for name, title in modes.items())
+        probability = io.Float.Input("first_frame_probability", default=-1.0, min=-1.0, max=1.0, step=0.05, tooltip="Share of the clips whose first frame is given. -1: as the mode has it.")
+        text = 'Instead of the mode\'s: conditions of the stream as the YAML has them, one a line, such as {type: prefix, temporal_boundary: 4}. "none": no condition.'
+        inputs = [
+            io.Combo.Input("base", options=list(MODES), default="t2v_audio", tooltip=tip),
+            probability,
+            io.String.Input("video_conditions", default="", multiline=True, tooltip=text, advanced=True),
+            io.String.Input("audio_conditions", default="", multiline=True, tooltip=text, advanced=True),
+        ]
+        return cls.made("LTXTrainModeSettings", "LTX Mode Settings", "A training mode with its conditions changed: what of a clip is given and what is learned.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        row = MODES[widgets["base"]]
+        streams: dict[str, Any] = {"video": _copy(row.video), "audio": _copy(row.audio)}
+        for stream in ("video", "audio"):
+            written = (widgets.get(f"{stream}_conditions") or "").strip()
+            if written and streams[stream] is None:
+                raise ConfigError("mode.no_stream", f"The mode {row.name} has no {stream}: {stream}_conditions must be empty.", "Choose a mode with that stream.")
+            if written:
+                streams[stream]["conditions"] = conditions_of(f"{stream}_conditions", written)
+        probability = widgets.get("first_frame_probability", -1.0)
+        if probability >= 0 and streams["video"] is not None:
+            others = [c for c in streams["video"].get("conditions", []) if c.get("type") != "first_frame"]
+            streams["video"]["conditions"] = ([{"type": "first_frame", "probability": probability}] if probability else []) + others
+        return {"mode": row.name, "strategy": {"name": "flexible", **streams}}
+
+
+def _copy(stream: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if stream is None else {**stream, "conditions": [dict(c) for c in stream.get("conditions", [])]}
+
+
+def conditions_of(name: str, text: str) -> list[dict[str, Any]]:
+    """Conditions from YAML: one mapping a line, or a list. Raises ConfigError with the line that cannot be read."""
+    import yaml
+
+    if text.lower() == "none":
+        return []
+    found = []
+    try:
+        parsed = yaml.safe_load(text) if text.lstrip().startswith("-") else [yaml.safe_load(line) for line in text.splitlines() if line.strip()]
+    except yaml.YAMLError as error:
+        raise ConfigError("widget.yaml", f"{name} cannot be read: {str(error).splitlines()[0]:.60}", "Write one condition a line: {type: prefix, temporal_boundary: 4}") from error
+    for item in parsed:
+        if not isinstance(item, dict) or "type" not in item:
+            raise ConfigError("widget.yaml", f"{name}: {str(item)!r:.60} is no condition with a type.", "Write one condition a line: {type: prefix, temporal_boundary: 4}")
+        found.append(item)
+    return found
+
+
+NODES = (
+    LTXTrainAdapterSettings,
+    LTXTrainOptimizerSettings,
+    LTXTrainObjectiveSettings,
+    LTXTrainValidationSettings,
+    LTXTrainMemorySettings,
+    LTXTrainCheckpointSettings,
+    LTXTrainModeSettings,
+    LTXTrainDistributionSettings,
+)

@@ -1,0 +1,155 @@
+"""The sample node: a clip from a prompt with the engine's own sampler, a run's LoRA applied."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfy_api.latest import InputImpl, io
+
+from ..ltx_train.errors import LtxTrainError
+from ..ltx_train.runs.run_dir import RunDir
+from . import compose, jobs, paths, schema, sockets
+from .follow import Screen
+from .model import need
+from .settings import given_numbers, model_numbers, preview_size
+from .train import last_lora
+
+NO_LORA = "none"
+NEGATIVE = compose.DEFAULT_NEGATIVE
+
+
+class LTXTrainSample(io.ComfyNode):
+    """Makes one clip in a process of its own, as the previews of a run are made."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXTrainSample",
+            display_name="LTX Sample",
+            category=sockets.CATEGORY,
+            description="Makes a clip (or a picture, or sound) as the previews of a run are made: the model's own schedule and guidance, with the run's LoRA.",
+            search_aliases=["ltx", "preview", "validation", "generate"],
+            inputs=[
+                sockets.Model.Input("ltx_model", tooltip="From LTX Model for Training."),
+                io.String.Input("prompt", default="", multiline=True, tooltip="What the clip shows and sounds like."),
+                io.String.Input("negative_prompt", default=NEGATIVE, multiline=True, advanced=True, tooltip="What to keep away from."),
+                *preview_size(768, 512, 49),
+                io.Float.Input("frame_rate", default=24.0, min=1.0, max=240.0, step=0.01, tooltip="Frames a second."),
+                io.Int.Input("seed", default=42, min=0, max=schema.MAX_SEED, control_after_generate=True, tooltip="Of the noise."),
+                io.Boolean.Input("generate_audio", default=True, tooltip="Make sound, where the model knows sound."),
+                sockets.Run.Input("ltx_run", optional=True, tooltip="A run: its last LoRA is applied."),
+                io.Combo.Input("lora_name", options=[NO_LORA, *paths.model_files("loras")], optional=True, tooltip="A LoRA of ComfyUI's loras folder, beside or instead of the run's."),
+                io.Float.Input("strength", default=1.0, min=-10.0, max=10.0, step=0.05, tooltip="Strength of the LoRA."),
+                io.Image.Input("first_frame", optional=True, tooltip="The clip's first frame is given."),
+                *model_numbers(),
+                sockets.Settings["memory"].Input("memory", optional=True, tooltip="From LTX Memory Settings."),
+            ],
+            outputs=[io.Image.Output("images", display_name="images"), io.Audio.Output("audio", display_name="audio"), io.Video.Output("video", display_name="video")],
+            hidden=[io.Hidden.unique_id],
+        )  # fmt: skip
+
+    @classmethod
+    def execute(cls, ltx_model: sockets.LtxModel, prompt: str, **widgets: Any) -> io.NodeOutput:
+        need(ltx_model, "text_encoder", "video_vae")
+        screen = Screen.of(cls.hidden.unique_id)
+        loras = [(str(path), widgets.get("strength", 1.0)) for path in lora_files(widgets)]
+        memory = widgets.get("memory")
+        job = compose.sample_job(ltx_model, section_of(prompt, widgets), loras, seed=widgets["seed"], acceleration=memory.fields if memory else None)
+        run, mark = RunDir(job.output_dir), Path(job.output_dir) / "sampled.json"
+        if not (jobs.done_before(run, mark, {"job": job.fingerprint()}) and newest_sample(run) is not None):
+            jobs.carry_out(job, screen)
+            mark.write_text(f'{{"job": "{job.fingerprint()}"}}', encoding="utf-8")
+        path = newest_sample(run)
+        if path is None:
+            raise LtxTrainError("sample.none", "The job left no sample.", f"See {run.log_path}.")
+        return io.NodeOutput(*media_outputs(path))
+
+
+def lora_files(widgets: dict[str, Any]) -> list[Path]:
+    """The LoRA files that the node's inputs name."""
+    found = []
+    run = widgets.get("ltx_run")
+    if run is not None:
+        last = last_lora(run.dir)
+        if last is None:
+            raise LtxTrainError("run.no_lora", f"The run {run.dir.name} has no LoRA yet.", "Train it first.")
+        found.append(last[0])
+    name = widgets.get("lora_name") or NO_LORA
+    return found if name == NO_LORA else [*found, paths.model_file(name, "loras")]
+
+
+def section_of(prompt: str, widgets: dict[str, Any]) -> dict[str, Any]:
+    """The validation section of one sample."""
+    sample: dict[str, Any] = {"prompt": prompt}
+    image = widgets.get("first_frame")
+    if image is not None:
+        sample["conditions"] = [{"type": "first_frame", "image_or_video": str(keep_image(image))}]
+    return {
+        "samples": [sample],
+        "negative_prompt": widgets.get("negative_prompt", NEGATIVE),
+        "video_dims": (widgets["width"], widgets["height"], widgets["frames"]),
+        "frame_rate": widgets.get("frame_rate", 24.0),
+        "generate_audio": widgets.get("generate_audio", True),
+        **given_numbers(widgets),
+    }
+
+
+def keep_image(image: torch.Tensor) -> Path:
+    """An IMAGE's first picture as a PNG among the jobs, named by its content."""
+    from PIL import Image
+
+    pixels = image[0, ..., :3].clamp(0, 1).mul(255).round().to(torch.uint8).cpu().numpy()
+    path = paths.jobs_root() / "images" / f"{hashlib.sha256(pixels.tobytes()).hexdigest()[:16]}.png"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return path
+
+
+def newest_sample(run: RunDir, index: int | None = None, step: int | None = None) -> Path | None:
+    """The file of the newest sample of a run (of a step, of a prompt's index), if it is on disk."""
+    events = [e for e in run.history().samples.values() if (index is None or e.index == index) and (step is None or e.step == step)]
+    found = [run.path / e.path for e in sorted(events, key=lambda e: (e.step, -e.index))]
+    found = [path for path in found if path.is_file() and paths.inside(run.path, path)]
+    return found[-1] if found else None
+
+
+def media_outputs(path: Path | None) -> tuple[Any, Any, Any]:
+    """(IMAGE, AUDIO, VIDEO) of a sample file; what it has not blocks the nodes behind that socket, without an error."""
+    from comfy_execution.graph import ExecutionBlocker
+
+    nothing = ExecutionBlocker(None)
+    if path is None:
+        return nothing, nothing, nothing
+    if path.suffix == ".png":
+        return read_picture(path), nothing, nothing
+    if path.suffix == ".wav":
+        return nothing, read_sound(path), nothing
+    video = InputImpl.VideoFromFile(str(path))
+    parts = video.get_components()
+    return parts.images, parts.audio if parts.audio is not None else nothing, video
+
+
+def read_picture(path: Path) -> torch.Tensor:
+    """[1, H, W, 3] in 0..1."""
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        return torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).float()[None] / 255
+
+
+def read_sound(path: Path) -> dict[str, Any]:
+    """ComfyUI's AUDIO of a sound file."""
+    import av
+    import numpy as np
+
+    with av.open(str(path)) as container:
+        stream = container.streams.audio[0]
+        resampler = av.AudioResampler(format="fltp", layout=stream.layout.name, rate=stream.rate)
+        pieces = [piece.to_ndarray() for frame in container.decode(stream) for piece in resampler.resample(frame)]
+        rate = stream.rate
+    return {"waveform": torch.from_numpy(np.concatenate(pieces, axis=1))[None], "sample_rate": rate}
