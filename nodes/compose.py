@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..ltx_train.conditioning.modes import MODES, mode
-from ..ltx_train.config import DataSection, PreprocessJob, SampleJob, TrainConfig, digest
+from ..ltx_train.config import DataSection, PreprocessJob, SampleJob, TrainConfig, ValidationSection, digest
 from ..ltx_train.errors import ConfigError
 from ..ltx_train.launch import Child
 from ..ltx_train.run_setup import OpenedRun, launch_job
-from ..ltx_train.sampling.recipe import NEGATIVE_PROMPT as DEFAULT_NEGATIVE
 from . import paths, sockets
 
 MODE_NAMES = tuple(MODES)
-__all__ = ["DEFAULT_NEGATIVE", "MODES", "MODE_NAMES"]
+DEFAULT_NEGATIVE = ValidationSection.model_fields["negative_prompt"].default
 
 
 def settled_data(dataset: sockets.LtxDataset, model: sockets.LtxModel, encoder: str = "engine", fingerprint: str = "") -> DataSection:

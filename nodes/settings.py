@@ -20,7 +20,6 @@ from ..ltx_train.config import (
 )
 from ..ltx_train.errors import ConfigError
 from ..ltx_train.sampling.recipe import MODEL_NUMBERS
-from ..ltx_train.training.ema import EmaSection
 from ..ltx_train.training.flow_matching import SAMPLERS
 from ..ltx_train.training.optim import OPTIMIZERS
 from ..ltx_train.training.schedule import SCHEDULES
@@ -28,6 +27,7 @@ from . import paths, schema, sockets
 
 CATEGORY = f"{sockets.CATEGORY}/settings"
 OWN = "auto"
+Ema = schema.is_section(OptimizationSection.model_fields["ema"].annotation)
 
 
 class _SettingsNode(io.ComfyNode):
@@ -86,7 +86,7 @@ class LTXTrainOptimizerSettings(_SettingsNode):
             *schema.inputs_of(OptimizationSection, cls.FIELDS, defaults={"batch_size": 1}),
             io.DynamicCombo.Input(
                 "ema", tooltip="Keep a running average of the weights, and save and sample that.",
-                options=[io.DynamicCombo.Option("off", []), io.DynamicCombo.Option("on", schema.inputs_of(EmaSection))],
+                options=[io.DynamicCombo.Option("off", []), io.DynamicCombo.Option("on", schema.inputs_of(Ema))],
             ),
         ]  # fmt: skip
         return cls.made("LTXTrainOptimizerSettings", "LTX Optimizer Settings", "Optimizer, learning-rate schedule, batch size, gradient accumulation, warm-up, clipping, EMA.", inputs)
@@ -101,7 +101,7 @@ class LTXTrainOptimizerSettings(_SettingsNode):
             found["scheduler_type"], found["scheduler_params"] = schema.choice_of("scheduler_type", SCHEDULES, schedule)
         ema = widgets.get("ema")
         if ema and ema["ema"] == "on":
-            found["ema"] = schema.values_of(EmaSection, ema)
+            found["ema"] = schema.values_of(Ema, ema)
         return found
 
 

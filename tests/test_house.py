@@ -31,6 +31,8 @@ HEAVY = {"accelerate", "peft", "diffusers", "transformers", "optimum", "bitsandb
 # what the nodes reach; these and all that they import at module level load with ComfyUI's own packages
 LIGHT = ("config", "launch", "planner", "preprocess", "runs", "errors", "data.sources", "data.report", "models.checkpoint", "lora.files", "lora.edit", "environment")
 NODES_MAY = {"config", "run_setup", "text", "geometry", "launch", "planner", "preprocess", "runs", "errors", "section", "data.sources", "data.report", "models.checkpoint", "models.codec", "lora.files", "lora.edit", "environment"}
+# and the tables that widgets are derived from, the ground's types, and how a run is opened
+NODES_MAY |= {"run_setup", "geometry", "text", "conditioning.modes", "sampling.recipe", "training.optim", "training.schedule", "training.flow_matching"}
 
 
 @dataclass(frozen=True)
