@@ -19,6 +19,7 @@ from ..errors import DataError
 from ..geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from ..tensorfile import write_tensors
 from ..text import TextFeatures
+from .listing import IMAGE_EXTENSIONS
 
 if TYPE_CHECKING:
     from .buckets import ClipPlan
@@ -264,11 +265,12 @@ class ManifestEntry:
     repeats: int = 1
     weight: float = 1.0
     dataset: str = ""
+    still_reference: bool = False
 
     @property
     def group(self) -> str:
         """Entries of one group have tensors of one shape and rate, so they may share a batch."""
-        return f"{self.bucket or 'sound'}@{self.fps:g}/{self.audio_steps}/{'+'.join(sorted(self.roles))}"
+        return f"{self.bucket or 'sound'}@{self.fps:g}/{self.audio_steps}/{'+'.join(sorted(self.roles))}{'/still' * self.still_reference}"
 
 
 def manifest_entry(
@@ -278,10 +280,13 @@ def manifest_entry(
     steps = audio_grid.of_seconds(plan.seconds).steps if audio_grid is not None else 0
     still = plan.bucket is not None and plan.bucket.frames == 1
     media = plan.media
+    roles = dict(roles or {})
+    reference = plan.sample.roles.get("reference_video")
+    still_reference = "reference_video" in roles and reference is not None and reference.suffix.lower() in IMAGE_EXTENSIONS
     return ManifestEntry(
-        plan.id, str(media) if isinstance(media, Path) else media.name, plan.sample.caption, text, video, audio, 0 if still and audio is None else steps, dict(roles or {}),
+        plan.id, str(media) if isinstance(media, Path) else media.name, plan.sample.caption, text, video, audio, 0 if still and audio is None else steps, roles,
         str(plan.bucket or ""), round(float(plan.fps), 6), round(plan.seconds, 6), plan.bucket.tokens(factors) if plan.bucket else 0,
-        plan.sample.repeats, plan.sample.weight, plan.sample.dataset,
+        plan.sample.repeats, plan.sample.weight, plan.sample.dataset, still_reference,
     )  # fmt: skip
 
 

@@ -96,7 +96,8 @@ class DataSection(Section):
 
     def buckets(self, factors: VideoFactors, probes: Callable[[], Sequence[Probe]]) -> tuple[Bucket, ...]:
         """The buckets, checked; ``auto`` or none proposes them from ``probes()`` under the token budget."""
-        from .buckets import check, parse_buckets, propose
+        from .buckets import check, parse_buckets
+        from .proposals import propose
 
         if self.resolution_buckets and self.resolution_buckets.strip().lower() != "auto":
             found = parse_buckets(self.resolution_buckets)

@@ -14,7 +14,8 @@ from torch import Tensor
 from .buckets import Bucket, ClipPlan, Placement
 from .colour import composite, hdr_to_rgb, rgb, rgba
 from .findings import MediaError
-from .probe import Orientation, Probe, opened
+from .orientation import Orientation
+from .probe import Probe, opened
 from .sources import MemoryClip
 from .stills import Timed, animation_frames, read_still, upright
 

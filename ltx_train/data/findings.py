@@ -61,6 +61,7 @@ CODES: dict[str, Kind] = {
     "reference.short": Kind(False, "The reference ends before the clip; its last frame is held."),
     "reference.shape": Kind(False, "The reference has another shape than the clip; it is cropped by itself."),
     "reference.grid": Kind(True, "Choose downscale and temporal factors that keep the reference on the latent grid."),
+    "mask.shape": Kind(True, "Save the mask on the latent grid of the clip's bucket, or give it as a picture or video."),
     "mask.empty": Kind(False, "The mask is all black or all white on the latent grid."),
 }
 """Every finding code with its severity and fix; codes are permanent."""

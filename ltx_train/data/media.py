@@ -143,7 +143,10 @@ def read_mask(plan: ClipPlan, factors: VideoFactors) -> Tensor:
     """[F', H', W'] float32 of 0 and 1 (1 = keep) of a clip's video mask: stretched to the clip, then cropped and pooled like it."""
     path = plan.sample.roles["video_mask"]
     if path.suffix.lower() == ".pt":
-        return _mask_tensor(path)
+        mask, shape = _mask_tensor(path), latent_shape(plan, factors)
+        if tuple(mask.shape) != shape:
+            raise MediaError("mask.shape", f"The mask {path.name} is {tuple(mask.shape)}; the clip's latents are {shape}.")
+        return mask
     own = probe(path)
     if own.kind == "audio":
         raise MediaError("media.no_frames", f"The mask {path.name} has no picture.")
@@ -154,6 +157,12 @@ def read_mask(plan: ClipPlan, factors: VideoFactors) -> Tensor:
     reading = replace(plan, media=path, probe=own, role="video_mask", start=start, fps=rate, hold=True)
     cells = [cell_means(picture.pixels.float().mean(-1) / 255.0, factors) for picture in pictures(reading)]
     return pool_mask(torch.stack(cells), VideoFactors(factors.time, 1, 1))
+
+
+def latent_shape(plan: ClipPlan, factors: VideoFactors) -> tuple[int, int, int]:
+    """Latent frames, rows, columns of a plan."""
+    bucket = plan.bucket
+    return factors.latent_frames(bucket.frames), bucket.height // factors.height, bucket.width // factors.width
 
 
 def loss_mask(alpha: Tensor, factors: VideoFactors) -> Tensor:
@@ -184,11 +193,15 @@ def read_audio_mask(plan: ClipPlan, steps: int) -> Tensor:
 
 
 def _mask_tensor(path: Path) -> Tensor:
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    """The tensor of a .pt file (or of its key ``mask``), read without running anything, as 0 and 1."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged or unsafe file
+        raise MediaError("media.unreadable", f"The mask {path.name} is no plain tensor file.") from error
     if isinstance(loaded, Mapping):
-        loaded = loaded.get("mask", next(iter(loaded.values())))
+        loaded = loaded.get("mask", next(iter(loaded.values()), None))
     if not isinstance(loaded, Tensor):
-        raise DataError("mask.content", f"{path.name} holds no mask tensor.", "Save a tensor, or a dict with the key mask.")
+        raise MediaError("media.unreadable", f"The mask {path.name} holds no tensor.")
     return (loaded.float() > 0.5).float()
 
 
@@ -216,6 +229,7 @@ def read_all(plan: ClipPlan, factors: VideoFactors, wanted: frozenset[str] | Non
         roles = {role for role in plan.sample.roles if wanted is None or role in wanted}
         clip = read_clip(plan, threads=threads, sound=sound)
         reference_plan = reference = heard = mask = None
+        notes = clip.notes
         if "reference_video" in roles and plan.bucket:
             found = plan_reference(plan, probe(plan.sample.roles["reference_video"]), factors)
             if isinstance(found, Finding):
@@ -225,7 +239,9 @@ def read_all(plan: ClipPlan, factors: VideoFactors, wanted: frozenset[str] | Non
             heard = read_reference_audio(plan)
         if "video_mask" in roles and plan.bucket:
             mask = read_mask(plan, factors)
-        notes = clip.notes + (reference_plan.notes if reference_plan else ())
+            if mask.unique().numel() == 1:
+                notes += (Finding("mask.empty", f"every cell of the mask is {int(mask.flatten()[0])}"),)
+        notes += reference_plan.notes if reference_plan else ()
         return Prepared(plan, clip, reference, reference_plan, heard, mask, None, notes)
     except DataError as error:
         return Prepared(plan, error=error)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,57 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .findings import Finding, MediaError
-from .sources import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, MemoryClip
+from .listing import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from .orientation import Orientation, exif_orientation, frame_orientation, mp4_orientation
+from .sources import MemoryClip
+from .timeline import STILL_RATE, Timeline, exact_rate, packet_timeline, timeline_of
 
 if TYPE_CHECKING:
     import av
 
-STILL_RATE = Fraction(24)
-STANDARD_RATES = tuple(Fraction(n, d) for n, d in ((24000, 1001), (24, 1), (25, 1), (30000, 1001), (30, 1), (48, 1), (50, 1), (60000, 1001), (60, 1), (120, 1)))
 HDR_TRANSFERS = {16: "pq", 18: "hlg"}
-
-
-@dataclass(frozen=True)
-class Orientation:
-    """How stored pixels are turned upright: mirrored left-right first, then ``degrees`` clockwise (0, 90, 180, 270)."""
-
-    degrees: int = 0
-    mirrored: bool = False
-
-    @property
-    def swaps(self) -> bool:
-        """True when width and height change places."""
-        return self.degrees in (90, 270)
-
-    @property
-    def upright(self) -> bool:
-        return self.degrees == 0 and not self.mirrored
-
-    @classmethod
-    def of_matrix(cls, a: int, b: int, c: int, d: int) -> Orientation:
-        """From a display matrix (x' = a x + c y, y' = b x + d y), to the nearest quarter turn."""
-        mirrored = a * d - b * c < 0
-        angle = math.degrees(math.atan2(-b, -a) if mirrored else math.atan2(b, a))
-        return cls(round(angle / 90) % 4 * 90, mirrored)
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Frames in time. start: seconds of the first frame; rate: frames a second at which they are read.
-
-    constant: every frame sits on its slot, so slot k is frame k. ordered: timestamps can be trusted.
-    """
-
-    start: float
-    rate: Fraction
-    frames: int
-    seconds: float
-    constant: bool = True
-    ordered: bool = True
-
-    def slots(self, rate: Fraction) -> int:
-        """Frames available when read at another rate."""
-        return self.frames if rate == self.rate else max(1, math.floor(self.seconds * float(rate) + 0.01))
 
 
 @dataclass(frozen=True)
@@ -179,14 +134,6 @@ def _probe_memory(clip: MemoryClip) -> Probe:
     return Probe(None, kind, 0, width, height, width, height, line, codec="memory", alpha=depth == 4, sound=sound if count > 1 else None, findings=findings)
 
 
-def exact_rate(fps: float) -> Fraction:
-    """The fraction a decimal rate stands for: 29.97 -> 30000/1001."""
-    for rate in STANDARD_RATES:
-        if abs(float(rate) - fps) < 2e-3:
-            return rate
-    return Fraction(fps).limit_denominator(100000)
-
-
 # -- stills ----------------------------------------------------------------------------------------------------------
 
 
@@ -201,11 +148,12 @@ def _probe_still(path: Path, size: int) -> Probe:
             line = _animation(image, frames) if frames > 1 else Timeline(0.0, STILL_RATE, 1, 1 / float(STILL_RATE))
             mode, kind = image.mode, image.format.lower()
             image.seek(0)
-            image.load()  # a truncated still shows itself only when read; stills are small
             alpha = _transparent(image)
+            if not _has_end(path, image.format):
+                image.load()  # a cut picture shows itself only when read
     except UnidentifiedImageError as error:
         raise MediaError("media.unreadable", f"{path.name} is no picture that can be read.") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         code = "media.truncated" if "truncated" in str(error).lower() else "media.unreadable"
         raise MediaError(code, f"{path.name} cannot be read: {str(error)[:70]}") from error
     findings = _turned(orientation)
@@ -222,18 +170,23 @@ def _probe_still(path: Path, size: int) -> Probe:
     )  # fmt: skip
 
 
+def _has_end(path: Path, form: str) -> bool:
+    """True when the file ends as its format does, so that it need not be decoded to know that it is whole."""
+    mark = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "GIF": b"\x3b"}.get(form)
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        if form == "WEBP":
+            file.seek(4)
+            return int.from_bytes(file.read(4), "little") + 8 <= size
+        file.seek(max(0, size - 4096))
+        return mark is not None and mark in file.read()
+
+
 def _transparent(image: Any) -> bool:
     """True when some pixel is not opaque (many files have an alpha channel of nothing but 255)."""
     if "A" not in image.getbands() and "transparency" not in image.info:
         return False
     return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
-
-
-def exif_orientation(image: Any) -> Orientation:
-    """The orientation of EXIF tag 274: 2, 4, 5, 7 are mirrored."""
-    value = image.getexif().get(274, 1)
-    table = {1: (0, False), 2: (0, True), 3: (180, False), 4: (180, True), 5: (270, True), 6: (90, False), 7: (90, True), 8: (270, False)}
-    return Orientation(*table.get(value, (0, False)))
 
 
 def animation_times(image: Any, frames: int) -> list[float]:
@@ -409,21 +362,9 @@ class _Times:
             return cls(None, sound_seconds)
         if not pictures:
             raise MediaError("media.no_frames", f"{path.name} holds a video stream without a picture.")
-        line = _packet_timeline(pictures, last, video.average_rate or video.guessed_rate)
+        line = packet_timeline(pictures, last, video.average_rate or video.guessed_rate)
         _check_length(path, container, max(line.start + line.seconds, heard))
         return cls(line, sound_seconds)
-
-
-def _packet_timeline(pictures: list[float | None], last: float, header_rate: Fraction | None) -> Timeline:
-    """Packets come in decoding order: a jump back of more than a second, or a missing time, means a broken clock."""
-    known = [t for t in pictures if t is not None]
-    broken = len(known) < len(pictures) or any(later < earlier - 1.0 for earlier, later in zip(known, known[1:])) or len(set(known)) < len(known)
-    if broken:
-        rate = Fraction(header_rate or 25)
-        return Timeline(known[0] if known else 0.0, rate, len(pictures), len(pictures) / float(rate), True, False)
-    ordered = sorted(known)
-    step = last or (float(1 / header_rate) if header_rate else 0.04)
-    return timeline_of([*ordered, ordered[-1] + step], header_rate)
 
 
 def _check_whole(path: Path, stream: Any, size: int) -> None:
@@ -442,32 +383,9 @@ def _check_length(path: Path, container: Any, end: float) -> None:
             raise MediaError("media.truncated", f"{path.name} ends after {end:.1f} of {stated:.1f} seconds: it is cut off.")
 
 
-def timeline_of(times: list[float], header_rate: Fraction | None) -> Timeline:
-    """The timeline of frame starts in order, followed by the end of the last frame."""
-    frames = max(1, len(times) - 1)
-    seconds = max(times[-1] - times[0], 1e-6)
-    mean = frames / seconds
-    for rate in filter(None, (header_rate, exact_rate(mean), _rounded(mean))):
-        slack = max(0.0015, 0.3 / float(rate))
-        if all(abs(t - times[0] - n / float(rate)) <= slack for n, t in enumerate(times[:-1])):
-            return Timeline(times[0], Fraction(rate), frames, frames / float(rate), True)
-    near = min(STANDARD_RATES, key=lambda r: abs(float(r) - mean))
-    rate = near if abs(float(near) - mean) < 0.02 * mean else _rounded(mean)
-    if header_rate and 0.9 * header_rate <= mean <= header_rate and all(abs(n - round(n)) < 0.3 for n in ((t - times[0]) * float(header_rate) for t in times)):
-        rate = Fraction(header_rate)  # a steady clock with some frames dropped
-    return Timeline(times[0], rate, max(1, math.floor(seconds * float(rate) + 0.01)), seconds, False)
-
-
-def _rounded(mean: float) -> Fraction:
-    return Fraction(round(mean * 100), 100) if mean >= 0.01 else Fraction(1, 100)
-
-
-# -- rotation --------------------------------------------------------------------------------------------------------
-
-
 def _orientation(path: Path, container: Any, video: Any) -> Orientation:
     if "mp4" in container.format.name:
-        return _mp4_orientation(path, video.id)
+        return mp4_orientation(path, video.id)
     if "matroska" in container.format.name:
         return _first_frame_orientation(path, video.index)
     return Orientation()
@@ -483,53 +401,3 @@ def _first_frame_orientation(path: Path, index: int) -> Orientation:
         except av.error.FFmpegError:
             pass  # a damaged start is named when the clip is read
     return Orientation()
-
-
-def frame_orientation(frame: Any) -> Orientation:
-    """The display matrix that a decoded frame carries."""
-    for item in frame.side_data:
-        if "DISPLAYMATRIX" in str(item.type):
-            a, b, _, c, d = struct.unpack("<5i", bytes(item)[:20])
-            return Orientation.of_matrix(a, b, c, d)
-    return Orientation()
-
-
-def _boxes(file: Any, end: int) -> Iterator[tuple[bytes, int]]:
-    """Boxes of an MP4 level as (type, end); the file stands at the content of each."""
-    while file.tell() + 8 <= end:
-        start = file.tell()
-        size, kind = struct.unpack(">I4s", file.read(8))
-        if size == 1:
-            size = struct.unpack(">Q", file.read(8))[0]
-        stop = start + size if size else end
-        if size and size < 8:
-            return
-        yield kind, min(stop, end)
-        file.seek(stop)
-
-
-def _mp4_orientation(path: Path, track: int) -> Orientation:
-    """Matrix of the track header (ISO 14496-12, tkhd) of one track."""
-    with open(path, "rb") as file:
-        for kind, end in _boxes(file, os.fstat(file.fileno()).st_size):
-            if kind != b"moov":
-                continue
-            for inner, inner_end in _boxes(file, end):
-                if inner != b"trak":
-                    continue
-                for part, _ in _boxes(file, inner_end):
-                    if part == b"tkhd":
-                        found = _tkhd(file.read(104), track)
-                        if found is not None:
-                            return found
-    return Orientation()
-
-
-def _tkhd(data: bytes, track: int) -> Orientation | None:
-    wide = data[:1] == b"\1"
-    at = 4 + (16 if wide else 8)
-    if len(data) < at + 4 or struct.unpack(">I", data[at : at + 4])[0] != track:
-        return None
-    matrix = at + 4 + 4 + (8 if wide else 4) + 8 + 8
-    a, b, _, c, d = struct.unpack(">5i", data[matrix : matrix + 20])
-    return Orientation.of_matrix(a, b, c, d)

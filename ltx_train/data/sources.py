@@ -13,15 +13,19 @@ from pydantic import Field, InstanceOf, model_validator
 from ..errors import DataError
 from ..section import Section
 from .findings import Finding
+from .listing import (
+    CAPTION_NAMES,
+    MEDIA_EXTENSIONS,
+    Listing,
+    Pairing,
+    kohya_repeats,
+    stems_of,
+)
 from .texts import Text, caption_words, clean_prefix, read_rows, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-VIDEO_EXTENSIONS = frozenset(".mp4 .m4v .mov .mkv .webm .avi .ts .mts .m2ts .mpg .mpeg .wmv .flv .3gp .ogv .mxf .gif .vob .y4m".split())
-IMAGE_EXTENSIONS = frozenset(".png .jpg .jpeg .webp .bmp .tif .tiff .avif .jfif .apng .jp2 .tga .ppm".split())
-AUDIO_EXTENSIONS = frozenset(".wav .mp3 .flac .ogg .opus .m4a .aac .wma .aif .aiff .oga".split())
-MEDIA_EXTENSIONS = VIDEO_EXTENSIONS | IMAGE_EXTENSIONS | AUDIO_EXTENSIONS
 ROLES = ("audio", "reference_video", "reference_audio", "video_mask", "audio_mask")
 """The media a sample may have beside its clip."""
 
@@ -32,11 +36,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "reference_audio": ("reference_audio", "ref_audio_path"),
     "video_mask": ("video_mask", "mask_path", "mask"),
     "audio_mask": ("audio_mask",),
-    "caption": ("caption", "text", "prompt", "description"),
+    "caption": CAPTION_NAMES,
 }
 """Column names of each role, the official one first."""
-
-STEM_SUFFIXES = {"_reference": "reference_video", "_mask": "video_mask"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,15 +150,15 @@ class FolderSource(DatasetSource):
             raise DataError("dataset.missing", f"There is no folder {root}.", "Give the folder that holds the clips.")
         given = {role: Path(getattr(self, role)).expanduser() for role in ROLES if getattr(self, role)}
         folders = {role: path if path.is_absolute() or path.is_dir() else root / path for role, path in given.items()}
-        listing = _Listing(root, self.recursive, skip=tuple(folders.values()))
+        listing = Listing(root, self.recursive, skip=tuple(folders.values()))
         if not listing.media:
             raise DataError("dataset.empty", f"No clip was found in {root}.", f"Known extensions: {' '.join(sorted(MEDIA_EXTENSIONS))}")
-        paired = _Pairing(listing, self.pair_audio)
-        by_role = {role: _stems(folder) for role, folder in folders.items()}
-        repeats = _kohya_repeats(root, listing.media) if self.kohya_repeats else {}
+        paired = Pairing(listing, self.pair_audio)
+        by_role = {role: stems_of(folder) for role, folder in folders.items()}
+        repeats = kohya_repeats(root, listing.media) if self.kohya_repeats else {}
         return [self._sample(root, path, listing, paired, by_role, repeats) for path in paired.clips]
 
-    def _sample(self, root: Path, path: Path, listing: _Listing, paired: _Pairing, by_role: dict[str, dict[str, Path]], repeats: dict[str, int]) -> Sample:
+    def _sample(self, root: Path, path: Path, listing: Listing, paired: Pairing, by_role: dict[str, dict[str, Path]], repeats: dict[str, int]) -> Sample:
         relative = path.relative_to(root)
         written, findings = listing.caption(path)
         roles = dict(paired.roles.get(path, {}))
@@ -346,98 +348,3 @@ def _relative(path: Path, root: Path) -> str:
         return Path(os.path.relpath(path, root)).as_posix()
     except ValueError:  # another drive on Windows
         return path.as_posix()
-
-
-class _Listing:
-    """The media and caption files below a folder; hidden folders (caches among them) are left out."""
-
-    def __init__(self, root: Path, recursive: bool, skip: tuple[Path, ...] = ()) -> None:
-        self.media: list[Path] = []
-        self.texts: dict[str, Path] = {}
-        skipped = {s.resolve() for s in skip}
-        for folder, folders, files in os.walk(root, followlinks=True):
-            here = Path(folder)
-            folders[:] = sorted(d for d in folders if not d.startswith(".") and d != "__MACOSX" and (here / d).resolve() not in skipped) if recursive else []
-            for name in sorted(files):
-                if name.startswith("."):
-                    continue
-                extension = os.path.splitext(name)[1].lower()
-                if extension in MEDIA_EXTENSIONS:
-                    self.media.append(here / name)
-                elif extension in (".txt", ".caption", ".json"):
-                    self.texts[str(here / name)] = here / name
-
-    def caption(self, path: Path) -> tuple[str | None, list[Finding]]:
-        """The text beside a clip: ``clip.mp4.txt`` before ``clip.txt``; .txt, .caption, .json in this order."""
-        for base in (str(path), str(path.with_suffix(""))):
-            for extension in (".txt", ".caption", ".json"):
-                file = self.texts.get(base + extension)
-                if file is None:
-                    continue
-                text = read_text(file)
-                value = _sidecar_json(text.value) if extension == ".json" else text.value.strip()
-                findings = [Finding("caption.guessed_encoding", f"{file.name} is not UTF-8; read as {text.encoding}")] if text.guessed else []
-                if value:
-                    return value, findings
-        return None, []
-
-
-def _sidecar_json(text: str) -> str | None:
-    import json
-
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    if isinstance(data, str):
-        return data.strip()
-    return _cell({str(k).lower(): v for k, v in data.items()}, "caption", None) if isinstance(data, dict) else None
-
-
-class _Pairing:
-    """Which files are clips and which are roles of a clip of the same stem (name_reference.ext, name_mask.ext, name.wav)."""
-
-    def __init__(self, listing: _Listing, pair_audio: bool) -> None:
-        self.roles: dict[Path, dict[str, Path]] = {}
-        by_stem: dict[tuple[Path, str], list[Path]] = {}
-        for path in listing.media:
-            by_stem.setdefault((path.parent, path.stem), []).append(path)
-        taken: set[Path] = set()
-        for path in listing.media:
-            for suffix, role in STEM_SUFFIXES.items():
-                owners = by_stem.get((path.parent, path.stem.removesuffix(suffix))) if path.stem.endswith(suffix) else None
-                self._give(owners or [], role, path, taken)
-            if pair_audio and path.suffix.lower() in AUDIO_EXTENSIONS:
-                owners = [p for p in by_stem[(path.parent, path.stem)] if p.suffix.lower() in VIDEO_EXTENSIONS]
-                self._give(owners, "audio", path, taken)
-        self.clips = [path for path in listing.media if path not in taken]
-
-    def _give(self, owners: list[Path], role: str, path: Path, taken: set[Path]) -> None:
-        for owner in owners:
-            self.roles.setdefault(owner, {})[role] = path
-            taken.add(path)
-
-
-def _stems(folder: Path) -> dict[str, Path]:
-    if not folder.is_dir():
-        raise DataError("dataset.missing", f"There is no folder {folder} to pair with.", "Give the folder that holds a file of the same stem for each clip.")
-    found: dict[str, Path] = {}
-    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in MEDIA_EXTENSIONS | {".pt"} and p.is_file()):
-        found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
-        found.setdefault(path.stem, path)
-    return found
-
-
-def _kohya_repeats(root: Path, media: list[Path]) -> dict[str, int]:
-    """Repeats by first-level folder where every one with clips is named N_name (so 2024_holiday alone among others is no count)."""
-
-    def count(name: str) -> int:
-        head, _, tail = name.partition("_")
-        return int(head) if head.isdecimal() and tail and 1 <= int(head) <= 500 else 0
-
-    firsts = {parts[0] if len(parts := path.relative_to(root).parts) > 1 else "" for path in media}
-    if firsts == {""}:
-        return {"": count(root.name)} if count(root.name) else {}
-    counts = {name: count(name) for name in firsts if name}
-    return counts if counts and "" not in firsts and all(counts.values()) else {}
-

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .findings import MediaError
-from .probe import Orientation, animation_times, exif_orientation
+from .orientation import Orientation, exif_orientation
+from .probe import animation_times
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def read_still(path: Path) -> np.ndarray:
             pixels = to_array(image)
     except UnidentifiedImageError as error:
         raise MediaError("media.unreadable", f"{path.name} is no picture that can be read.") from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         code = "media.truncated" if "truncated" in str(error).lower() else "media.decode"
         raise MediaError(code, f"{path.name} cannot be read: {str(error)[:70]}") from error
     return upright(torch.from_numpy(pixels), turn).contiguous().numpy()

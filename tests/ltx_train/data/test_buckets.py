@@ -19,11 +19,11 @@ from ltx_train.data.buckets import (
     parse_buckets,
     plan,
     plan_reference,
-    propose,
     reference_bucket,
 )  # fmt: skip
 from ltx_train.data.findings import Finding
 from ltx_train.data.probe import Probe, SoundInfo, Timeline
+from ltx_train.data.proposals import propose
 from ltx_train.data.sources import Sample
 from ltx_train.errors import ConfigError
 from ltx_train.geometry import VideoFactors

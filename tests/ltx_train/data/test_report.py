@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from ltx_train.data.buckets import ClipOptions, parse_buckets, propose
+from ltx_train.data.buckets import ClipOptions, parse_buckets
 from ltx_train.data.findings import CODES
 from ltx_train.data.media import read_clip
+from ltx_train.data.proposals import propose
 from ltx_train.data.report import make_report, thumbnail, usable_or_raise
 from ltx_train.data.sources import ChainSource, FolderSource, open_source
 from ltx_train.errors import ConfigError, DataError
