@@ -36,6 +36,9 @@ def add(verbs: argparse._SubParsersAction) -> None:
     environment.add_argument("arguments", nargs=argparse.REMAINDER)
     environment.set_defaults(run=run_env)
 
+    fields = verbs.add_parser("fields", help="the reference page of every config field, as Markdown")
+    fields.set_defaults(run=run_fields)
+
     lora = verbs.add_parser("lora", help="look at a LoRA file, merge, resize, strip or convert it")
     lora.add_argument("action", choices=["show", "merge", "resize", "strip", "convert"])
     lora.add_argument("file", type=Path)
@@ -85,6 +88,13 @@ def run_env(options: argparse.Namespace) -> int:
     from ..environment import main
 
     return main(options.arguments)
+
+
+def run_fields(options: argparse.Namespace) -> int:
+    from ..fields import page
+
+    print(page())  # noqa: T201 - a page to redirect into a file
+    return 0
 
 
 def run_lora(options: argparse.Namespace) -> int:
