@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,7 +86,6 @@ class Feed:
 
     def __init__(self, batches: Batches, sampler: BucketSampler, parallel: Parallel) -> None:
         self.batches, self.sampler, self.parallel = batches, sampler, parallel
-        self.last_ids: tuple[str, ...] = ()
 
     @property
     def epoch_samples(self) -> int:
@@ -98,9 +98,12 @@ class Feed:
 
     def batch(self, step: int, micro: int) -> FedBatch:
         batch = self.batches.get(step, micro)
-        self.last_ids = batch.ids
         slots = self.sampler.slots(step, micro, self.parallel.rank, self.parallel.world)
         return FedBatch(batch.to(self.parallel.device), slots)
+
+    def close(self) -> None:
+        """End the loading threads."""
+        self.batches.close()
 
 
 @dataclass
@@ -122,7 +125,7 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
 
     Text encoder and VAEs (preprocessing), then the connectors (contexts), then the transformer.
     """
-    from .validation import Validator, encode_texts, prepare_samples, text_key
+    from .validation import Validator, condition_warning, encode_texts, prepare_samples, text_key
 
     for section in (config.logging, config.wandb, config.hub):
         section.check()
@@ -142,10 +145,10 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
     codec = engine_codec(checkpoint, config.acceleration, parallel.device)
     known = texts_of(dataset)
     features = encode_texts([t for t in texts if t not in known], codec)
-    prepared = prepare_samples(validation, checkpoint, codec, lambda text: known.get(text, text_key(text))) if validation is not None else []
+    prepared = prepare_samples(validation, checkpoint, codec, lambda text: known.get(text, text_key(text)), condition_warning(live)) if validation is not None else []
     codec.release()
-    needed = {key for p in prepared for key in (p.positive, p.negative)}
-    wanted = set(streams) | {s for p in prepared for s in p.streams}
+    needed = {key for p in prepared if p is not None for key in (p.positive, p.negative)}
+    wanted = set(streams) | {s for p in prepared if p is not None for s in p.streams}
     contexts = ContextStore(
         checkpoint, lambda key: features[key] if key in features else dataset.features(key), video="video" in wanted, audio="audio" in wanted,
         device=parallel.device, dtype=config.acceleration.compute_dtype(parallel.device),
@@ -164,6 +167,7 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
     balance = ModalityBalance(config.flow_matching, parallel.device)
     step = TrainStep(transformer, strategy, config.flow_matching, config=checkpoint.transformer, balance=balance)
     ema = config.optimization.ema
+    base = trainable.adapters.disabled if isinstance(trainable, LoraResult) else nullcontext
     return Parts(
         data=feed,
         step=step,
@@ -171,7 +175,9 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         optimizer=config.optimization.build_optimizer(trainable.parameters()),
         scaler=torch.amp.GradScaler(parallel.device.type, enabled=config.acceleration.dtype == torch.float16 and parallel.device.type != "cpu"),
         ema=Ema(trainable.named_parameters(), ema) if ema is not None else None,
-        validator=Validator(validation, checkpoint, prepared, contexts, codec, transformer) if validation is not None else None,
+        validator=Validator(
+            validation, checkpoint, prepared, contexts, codec, transformer, base=base, offload_optimizer=config.acceleration.offload_optimizer_during_validation
+        ) if validation is not None else None,
         identity=identity_of(config, checkpoint, dataset),
     )
 

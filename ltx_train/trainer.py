@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .config import TrainConfig
-from .errors import LtxTrainError, RunError, StopRequested
+from .errors import DataError, LtxTrainError, RunError, StopRequested
 from .parts import Parts, build_parts, model_card, per_modality
 from .runs.events import LoraEvent, SampleEvent, SnapshotEvent, StepEvent
 from .runs.live import LiveRun
@@ -31,18 +32,40 @@ def run(config: TrainConfig, live: LiveRun) -> None:
     """Carry out a training job as one rank of the run's processes."""
     parallel = Parallel.start(config.distributed, device=config.acceleration.device)
     try:
+        for line in parallel.preflight():
+            live.warn("distributed.clocks", line)
         parts = build_parts(config, live, parallel)
-        Trainer(config, live, parallel, parts).train()
+        try:
+            Trainer(config, live, parallel, parts).train()
+        finally:
+            parts.data.close()
     finally:
         parallel.close()
 
 
 @dataclass
 class _Timing:
-    """Seconds of the step in hand: all of it, and the part spent waiting for data."""
+    """The step in hand: its seconds, the part of them spent waiting for data, its tokens on this rank."""
 
     started: float
     data: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The samples of a micro-batch with their losses and noise levels, to name the one that broke a step."""
+
+    ids: tuple[str, ...]
+    rows: dict[str, tuple[Tensor, Tensor, Tensor]]
+
+    def broken(self) -> list[str]:
+        """Samples whose loss is not finite, each with its noise level."""
+        found = []
+        for index, name in enumerate(self.ids):
+            bad = [f"{m} sigma {float(sigma[index]):.3f}" for m, (loss, sigma, _) in self.rows.items() if not bool(torch.isfinite(loss[index]))]
+            found += [f"{name} ({', '.join(bad)})"] if bad else []
+        return found
 
 
 class Trainer:
@@ -54,6 +77,7 @@ class Trainer:
         self.step = 0
         self.mean = RunningMean()
         self.bad_steps = 0
+        self.seen: list[_Seen] = []
         self.saved_at = self.lora_at = self.sampled_at = -1
         self.publishers: Publishers | None = None
         self.dropout = config.lora is not None and config.lora.dropout > 0
@@ -75,10 +99,18 @@ class Trainer:
                 while self.step < total:
                     self.check_stop()
                     self.optimizer_step()
-                    self.boundary(total)
+                    if self.step < total:
+                        self.boundary()
         except StopRequested:
             self.save("stop")
             raise
+        except DataError:
+            if self.parallel.world == 1:  # several ranks cannot save together when one of them has failed
+                self.save("error")
+            raise
+        finally:
+            if self.publishers is not None and self.step < total:
+                self.publishers.close()
         self.finish()
 
     def check_stop(self) -> None:
@@ -87,7 +119,7 @@ class Trainer:
             self.live.stop.request("asked on another rank")
             self.live.stop.check()
 
-    def boundary(self, total: int) -> None:
+    def boundary(self) -> None:
         """What is due after a step: snapshots, LoRA files, validation, and what control files ask for."""
         interval = self.config.checkpoints.interval
         asked = self.parallel.broadcast_object({c: self.live.take(c) for c in ("save", "sample")})
@@ -99,8 +131,8 @@ class Trainer:
 
     def finish(self) -> None:
         """The last snapshot, LoRA and preview; then the publishers are told."""
-        self.validate()
         self.save("end")
+        self.validate()
         if self.publishers is not None:
             self.publishers.close()
             if self.config.hub.push_to_hub:
@@ -129,6 +161,7 @@ class Trainer:
     def accumulate(self, timing: _Timing) -> StepMeter:
         """Forward and backward of this rank's micro-batches, gradients summed to their mean."""
         meter = StepMeter()
+        self.seen.clear()
         accumulation = self.config.optimization.gradient_accumulation_steps
         for micro in range(accumulation):
             waited = time.monotonic()
@@ -138,8 +171,10 @@ class Trainer:
                 torch.manual_seed(key_of(self.config.seed, self.step, item.slots[0], "dropout"))
             out = self.parts.step(item.batch, seed=self.config.seed, step=self.step, slot=item.slots)
             self.parts.scaler.scale(out.loss / accumulation).backward()
-            meter.add(out.loss, per_modality(out))
-            self.tokens = out.tokens
+            rows = per_modality(out)
+            meter.add(out.loss, rows)
+            self.seen.append(_Seen(item.batch.ids, rows))
+            timing.tokens += out.tokens
             self.live.stop.check() if self.parallel.world == 1 else None
         return meter
 
@@ -172,16 +207,17 @@ class Trainer:
     def skip(self, summary: StepSummary, grad_norm: float) -> None:
         """A bad step: the optimizer does not move; the samples are named; damaged weights are rolled back; too many end the run."""
         self.parts.optimizer.zero_grad(set_to_none=True)
+        self.parts.scaler.update()
         self.bad_steps += 1
-        samples = ", ".join(self.parts.data.last_ids[:4])
-        sigmas = "; ".join(f"{m} loss by sigma {bins}" for m, bins in summary.sigma_bins.items() if bins)
-        what = "loss" if summary.loss != summary.loss or abs(summary.loss) == float("inf") else "gradient"
+        what = "loss" if not math.isfinite(summary.loss) else "gradient"
+        named = self.suspects(what)
+        shown = f"{named[0]} and {len(named) - 1} more" if len(named) > 1 else named[0]
         self.live.warn(
             "step.not_finite",
-            f"Step {self.step + 1}: the {what} is not finite; the step is skipped (sample {samples}).",
-            f"loss {summary.loss}, gradient norm {grad_norm}; {sigmas}. {self.bad_steps} of {MAX_BAD_STEPS} such steps in a row.",
+            f"Step {self.step + 1} is skipped: its {what} is not finite (sample {shown}).",
+            f"loss {summary.loss}, gradient norm {grad_norm}; samples: {'; '.join(named)}. {self.bad_steps} of {MAX_BAD_STEPS} such steps in a row.",
         )
-        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
+        if not self.weights_finite():
             self.rollback()
         if self.bad_steps >= MAX_BAD_STEPS:
             raise LtxTrainError(
@@ -190,6 +226,17 @@ class Trainer:
                 "The last good snapshot is kept. Check the named samples, lower the learning rate, or use bf16 instead of fp16.",
             )
         self.step += 1
+
+    def suspects(self, what: str) -> list[str]:
+        """The samples of the step whose loss is not finite; where all losses are finite (a gradient is not), all of them."""
+        broken = [name for seen in self.seen for name in seen.broken()] if what == "loss" else []
+        gathered = list(dict.fromkeys(name for part in self.parallel.gather(broken) for name in part))
+        everyone = [name for part in self.parallel.gather([n for seen in self.seen for n in seen.ids]) for name in part]
+        return gathered or list(dict.fromkeys(everyone))
+
+    def weights_finite(self) -> bool:
+        """Whether every trained number is finite (one wait for the device)."""
+        return bool(torch.stack([torch.isfinite(p.detach()).all() for p in self.parameters]).all())
 
     def rollback(self) -> None:
         """Take the weights and optimizer of the newest snapshot; without one the run cannot go on."""
@@ -223,7 +270,7 @@ class Trainer:
             seconds=seconds,
             data_wait=timing.data,
             eta=(total - self.step) * seconds,
-            tokens=self.tokens,
+            tokens=timing.tokens,
             epoch=self.step * self.parts.data.global_batch / self.epoch_size,
             peak_memory=torch.cuda.max_memory_allocated(self.parallel.device) if cuda else None,
         )
@@ -241,12 +288,18 @@ class Trainer:
         return self.live.dir.checkpoints / f"{prefix}_weights_step_{step:05d}.safetensors"
 
     def save(self, reason: str) -> None:
-        """A snapshot to resume from, and the LoRA as a file that has been opened again and checked."""
+        """A snapshot to resume from, and the LoRA as a file that has been opened again and checked.
+
+        Weights that are not finite are never saved: those of the last good snapshot are taken back first.
+        """
+        if not self.weights_finite():
+            self.rollback()
+        final = reason == "end"
         if self.live.is_main:
             if self.saved_at != self.step and self.config.checkpoints.save_training_state != "off":
                 self.save_snapshot(reason)
-            if self.lora_at != self.step and self.step > 0:
-                self.save_weights(final=reason == "end")
+            if self.step > 0 and (final or self.lora_at != self.step):
+                self.save_weights(final)
             retain(self.live.dir.path, self.config.checkpoints.keep_last_n, weights=True)
         self.saved_at = self.lora_at = self.step
         self.parallel.barrier()
@@ -271,9 +324,17 @@ class Trainer:
         self.live.emit(SnapshotEvent(step=self.step, path=f"checkpoints/{path.name}", size=size, reason=reason))
 
     def save_weights(self, final: bool) -> None:
+        """Write the result file; before the end one that changes nothing yet (warm-up from 0) is left out and said."""
         path = self.lora_path(self.step)
-        with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
-            keys = self.parts.trainable.write(path, self.step)
+        try:
+            with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
+                keys = self.parts.trainable.write(path, self.step)
+        except LtxTrainError as error:
+            path.unlink(missing_ok=True)
+            if final or error.code != "lora.zero":
+                raise
+            self.live.warn(error.code, error.message, "Training goes on; the snapshot is saved.")
+            return
         self.live.emit(LoraEvent(step=self.step, path=f"checkpoints/{path.name}", size=path.stat().st_size, keys=keys, final=final))
 
     def restore(self) -> None:
@@ -315,7 +376,7 @@ class Trainer:
         if self.step == 0 and self.config.validation.skip_initial_validation:
             return
         with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
-            made = validator.run(self.step, self.live, self.parallel)
+            made = validator.run(self.step, self.live, self.parallel, self.parts.optimizer)
         if self.publishers is not None:
             for index, path in enumerate(made):
                 self.publishers.sample(SampleEvent(step=self.step, path=path.name, index=index), path)
