@@ -30,18 +30,21 @@ def _appearing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _arrays(frames: Any) -> Iterator[np.ndarray]:
+def _arrays(frames: Any, even: bool = True) -> Iterator[np.ndarray]:
     for frame in frames:
         array = frame.detach().cpu().numpy() if isinstance(frame, Tensor) else np.asarray(frame)
         assert array.dtype == np.uint8 and array.ndim == 3 and array.shape[-1] == 3, "frames are uint8 [F,H,W,3]"
         pad = ((0, array.shape[0] % 2), (0, array.shape[1] % 2), (0, 0))  # 4:2:0 needs even sides
-        yield np.ascontiguousarray(np.pad(array, pad, mode="edge") if pad[0][1] or pad[1][1] else array)
+        yield np.ascontiguousarray(np.pad(array, pad, mode="edge") if even and (pad[0][1] or pad[1][1]) else array)
 
 
 def write_video(
-    path: str | Path, frames: Tensor | np.ndarray | Iterable[Any], fps: Fraction | float, waveform: Tensor | None = None, sample_rate: int | None = None, *, crf: int = 18
+    path: str | Path, frames: Tensor | np.ndarray | Iterable[Any], fps: Fraction | float, waveform: Tensor | None = None, sample_rate: int | None = None, *, crf: int = 18, pixel_format: str = "yuv420p"
 ) -> Path:
-    """An h264 mp4 (yuv420p, BT.709 limited, crf 18) of uint8 frames [F,H,W,3] at the exact rate, with AAC stereo of [C,N] if given."""
+    """An h264 mp4 (BT.709 limited, crf 18) of uint8 frames [F,H,W,3] at the exact rate, with AAC stereo of [C,N] if given.
+
+    pixel_format: yuv420p, which every player knows (odd sides get a line more), or yuv444p, which keeps odd sides.
+    """
     import av
     from av.video.reformatter import ColorRange, Colorspace
 
@@ -51,13 +54,13 @@ def write_video(
         with av.open(str(temporary), "w", options={"movflags": "+faststart"}) as container:
             video = None
             sound = _sound_stream(container, sample_rate) if waveform is not None else None
-            for array in _arrays(frames):
+            for array in _arrays(frames, even=pixel_format == "yuv420p"):
                 if video is None:
                     video = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": "medium"})
-                    video.width, video.height, video.pix_fmt = array.shape[1], array.shape[0], "yuv420p"
+                    video.width, video.height, video.pix_fmt = array.shape[1], array.shape[0], pixel_format
                     context = video.codec_context
                     context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1
-                frame = av.VideoFrame.from_ndarray(array, "rgb24").reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
+                frame = av.VideoFrame.from_ndarray(array, "rgb24").reformat(format=pixel_format, dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
                 frame.pts = None
                 container.mux(video.encode(frame))
             assert video is not None, "a video needs at least one frame"
