@@ -36,7 +36,7 @@ class Table:
         if not path.is_file():
             return cls(path)
         rows = read_rows(path)
-        faults = [row.fault for row in rows if row.fault]
+        faults = [row.fault for row in rows if row.fault] + (_surplus(path) if path.suffix.lower() == ".csv" else [])
         if faults:
             raise DataError("table.broken", f"{path.name} is damaged: {faults[0]}"[:118], "Correct that line: the file is not written over while it cannot be read whole.")
         return cls(path, [dict(row.columns) for row in rows])
@@ -85,7 +85,8 @@ class Table:
             return [(captions, "".join(line + "\n" for line in lines)), (paths, "".join(f"{row['media_path']}\n" for row in self.rows))]
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         out = io.StringIO(newline="")
-        writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+        delimiter = _delimiter(read_text(self.path).value) if self.path.is_file() else ","
+        writer = csv.DictWriter(out, columns, restval="", delimiter=delimiter, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
         return [(self.path, out.getvalue())]
@@ -106,6 +107,18 @@ class Table:
 
 def _key(media: Path) -> str:
     return os.path.normcase(os.path.abspath(media))
+
+
+def _delimiter(text: str) -> str:
+    """The one that the first line has most of (as :func:`read_rows` takes it)."""
+    return max(",;\t|", key=text.split("\n", 1)[0].count)
+
+
+def _surplus(path: Path) -> list[str]:
+    """Rows of a CSV with more cells than columns: writing them back would lose the rest of a text with an unquoted comma."""
+    text = read_text(path).value
+    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), skipinitialspace=True) if row]
+    return [f"row {n} has more cells than columns; put a text with commas in quotes" for n, row in enumerate(rows[1:], 1) if len(row) > len(rows[0])]
 
 
 def _pair(path: Path) -> tuple[Path, Path]:
