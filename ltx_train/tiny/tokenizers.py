@@ -13,7 +13,7 @@ person woman man child girl boy people cat dog bird horse fish robot car train b
 mountain river lake sea ocean beach sky sun moon cloud rain snow fire smoke light shadow night day morning evening summer winter red green blue white
 black yellow golden dark bright small large old young slow fast soft loud quiet warm cold walks runs sits stands looks turns moves jumps plays sings
 speaks smiles opens closes holds falls flies swims drives camera shot scene video music sound voice wind water hand face hair eyes background close
-wide still style film cartoon painting animation""".split()
+wide still style film cartoon painting animation circle square triangle star tone high low middle left right""".split()
 
 # Where each encoder keeps its special tokens; the rest of the vocabulary is the same.
 _SPECIAL = {
