@@ -54,7 +54,7 @@ class LTXTrainLoadRun(io.ComfyNode):
                 io.Video.Output("video", display_name="video"),
                 io.LossMap.Output("loss_map", display_name="loss_map"),
                 io.LoraModel.Output("lora", display_name="lora"),
-                io.Combo.Output("lora_name", display_name="lora_name", tooltip="For LoraLoader and LoraLoaderModelOnly."),
+                sockets.LoraName.Output("lora_name", display_name="lora_name", tooltip="For LoraLoader and LoraLoaderModelOnly."),
             ],
             hidden=[io.Hidden.unique_id],
         )
@@ -115,7 +115,7 @@ class LTXTrainSaveLoRA(io.ComfyNode):
                 io.Combo.Input("layout", options=list(LAYOUTS), advanced=True, tooltip="Key names; comfyui is what ComfyUI and the official tools read."),
                 io.Boolean.Input("overwrite", default=False, tooltip="Replace a file of this name; otherwise a number is added."),
             ],
-            outputs=[io.Combo.Output("lora_name", display_name="lora_name"), io.String.Output("path", display_name="path")],
+            outputs=[sockets.LoraName.Output("lora_name", display_name="lora_name"), io.String.Output("path", display_name="path")],
             hidden=[io.Hidden.unique_id],
         )
 

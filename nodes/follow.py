@@ -28,6 +28,7 @@ from ..ltx_train.runs.events import (
 
 log = logging.getLogger(__name__)
 EVENT = "ltx_train.events"
+"""Sent to the browser when a run has something new: {node, run}. The browser reads the events over HTTP."""
 STOP_DEADLINE = 120.0
 """Seconds a child gets to reach a safe point and save; then it is ended by force, and the last snapshot counts."""
 
@@ -175,7 +176,7 @@ def _events(child: Child) -> Iterator[Iterator[Event | None]]:
 
 
 class View:
-    """A run's events on a screen: one progress bar, one text, the newest sample, and the events for the node's chart."""
+    """A run's events on a screen: one progress bar, one text, the newest sample; the web client is told that there is news."""
 
     INTERVAL = 0.3
     """Seconds between two updates of text and bar."""
@@ -187,14 +188,13 @@ class View:
         self._bar: tuple[float, float | None] | None = None
         self._line = "Starting"
         self._pinned = ""
-        self._fresh: list[Event] = []
+        self._fresh = False
         self._sample: Path | None = None
-        self._from = child.offset
-        self.screen.push({"run": child.run.name, "from": child.offset, "events": [], "state": "queued"})
+        self.screen.push({"run": child.run.name})
 
     def add(self, event: Event) -> None:
         """Take in one event; nothing is sent yet."""
-        self._fresh.append(event)
+        self._fresh = True
         line = describe(event)
         if line:
             self._line = line
@@ -223,8 +223,8 @@ class View:
         if self._bar:
             self.screen.progress(*self._bar, preview)
         self.screen.text(self._pinned or self._line)
-        self.screen.push({"run": self.child.run.name, "events": [plain(event) for event in self._fresh], "state": self.child.run.read_status().state})
-        self._fresh = []
+        self._fresh = False
+        self.screen.push({"run": self.child.run.name})
 
 
 def plain(event: Event) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _walk(root: Path, depth: int) -> Iterator[Path]:
             if any(Path(child.name).suffix.lower() in MEDIA_EXTENSIONS or child.is_dir() for child in _entries(path)):
                 yield path
             yield from _walk(path, depth - 1)
-        elif path.suffix.lower() in TABLES and path.name != "index.json" and depth < 2:
+        elif path.suffix.lower() in TABLES and (depth > 1 or path.suffix.lower() != ".json"):  # deeper, .json files are captions beside clips
             yield path
 
 

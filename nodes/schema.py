@@ -33,14 +33,14 @@ class Kind:
         plain = [m for m in members if get_origin(m) is not Literal]
         self.type: Any = plain[0] if plain else None
         self.origin = get_origin(self.type)
-        low, high, self.open_low = -BIG, BIG, False
+        low, high, self.open_low, self.open_high = -BIG, BIG, False, False
         for bound in info.metadata:
             for name in ("ge", "gt"):
                 if getattr(bound, name, None) is not None:
                     low, self.open_low = getattr(bound, name), name == "gt"
             for name in ("le", "lt"):
                 if getattr(bound, name, None) is not None:
-                    high = getattr(bound, name)
+                    high, self.open_high = getattr(bound, name), name == "lt"
         self.low, self.high = low, high
 
     @property
@@ -91,7 +91,7 @@ def inputs_of(
 
 def input_of(name: str, info: FieldInfo, default: Any, *, advanced: bool = False) -> io.Input:
     """The widget of one field."""
-    kind, tip = Kind(info), info.description or ""
+    kind, tip = Kind(info), info.description or f"{name.replace('_', ' ').capitalize()}."
     # optional: a workflow of an older version, without a field that came later, still runs
     common: dict[str, Any] = {"tooltip": tip, "advanced": advanced or None, "optional": True}
     if kind.choices:
@@ -118,7 +118,8 @@ def _number(name: str, kind: Kind, default: Any, common: dict[str, Any]) -> io.I
     value = kind.unset if default is None else default
     if kind.type is int:
         low = low + 1 if kind.open_low and not kind.optional else low
-        return io.Int.Input(name, default=int(value), min=int(low), max=int(min(kind.high, MAX_SEED if name == "seed" else BIG)), **common)
+        high = min(kind.high - kind.open_high, MAX_SEED if name == "seed" else BIG)
+        return io.Int.Input(name, default=int(value), min=int(low), max=int(high), **common)
     step = 10.0 ** (math.floor(math.log10(abs(value))) - 1) if value else 0.01
     step = min(step, 0.01 if abs(value) < 10 else 1.0)
     return io.Float.Input(name, default=float(value), min=float(low), max=float(kind.high), step=step, round=False, **common)
@@ -175,7 +176,7 @@ def value_of(name: str, info: FieldInfo, value: Any) -> Any:
         return None if kind.optional and value == kind.unset else kind.type(value)
     text = str(value).strip()
     if kind.origin is tuple:
-        return _numbers(name, text) if text or not kind.optional else None
+        return _numbers(name, text) if text else None if kind.optional else []
     if kind.origin is list or kind.type is list:
         return lines_of(text)
     if kind.origin is dict or kind.type is dict:

@@ -22,6 +22,25 @@ Settings = {
 }
 """One socket a settings node: what it sets cannot be plugged in elsewhere."""
 
+
+
+class _ComboType(str):
+    """``COMBO``, which also counts as equal to a list of choices.
+
+    ComfyUI's older nodes (LoraLoader among them) state a dropdown's type as its list of names, and 0.33 refuses a link
+    of type COMBO into it unless the types do not differ.
+    """
+
+    __hash__ = str.__hash__
+    __eq__ = str.__eq__
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, list) and str.__ne__(self, other)
+
+
+LoraName = io.Custom(_ComboType("COMBO"))
+"""The name of a LoRA, for the dropdown of any loader."""
+
 CATEGORY = "LTX Train"
 
 

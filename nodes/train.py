@@ -54,7 +54,7 @@ class LTXTrainLoRA(io.ComfyNode):
             outputs=[
                 io.LoraModel.Output("lora", display_name="lora"),
                 io.LossMap.Output("loss_map", display_name="loss_map"),
-                io.Combo.Output("lora_name", display_name="lora_name", tooltip="For LoraLoader and LoraLoaderModelOnly."),
+                sockets.LoraName.Output("lora_name", display_name="lora_name", tooltip="For LoraLoader and LoraLoaderModelOnly."),
                 sockets.Run.Output("ltx_run", display_name="ltx_run"),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],

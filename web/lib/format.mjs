@@ -1,0 +1,47 @@
+// Words for numbers and for what a run is doing.
+
+/** Seconds as people say them. */
+export function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "";
+  const whole = Math.max(0, Math.round(seconds));
+  if (whole < 60) return `${whole} s`;
+  const minutes = Math.round(whole / 60);
+  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+/** A number short enough for a label. */
+export function short(value) {
+  if (!Number.isFinite(value)) return "";
+  const size = Math.abs(value);
+  return size !== 0 && (size < 0.001 || size >= 10000) ? value.toExponential(1) : value.toFixed(size < 1 ? 3 : 2);
+}
+
+const LIVE = ["queued", "preparing", "running", "stopping"];
+export const isLive = (state) => LIVE.includes(state);
+
+/** The line above the chart. */
+export function statusLine(history, status) {
+  const state = status?.state || history.state || "queued";
+  const parts = [];
+  const step = history.lastStep;
+  if (isLive(state) && history.phase && history.phase !== "train") {
+    const p = history.progress;
+    const far = p && p.phase === history.phase ? ` ${p.done}${p.total ? ` of ${p.total}` : ""}` : "";
+    parts.push(`${history.phase}${far}`);
+  } else parts.push(state);
+  if (step) {
+    parts.push(`step ${step.step} of ${step.total}`);
+    if (Number.isFinite(step.loss)) parts.push(`loss ${short(step.loss)}`);
+    if (isLive(state) && step.seconds) parts.push(`${short(step.seconds)} s a step`);
+    if (isLive(state) && step.eta) parts.push(`${duration(step.eta)} left`);
+  }
+  return parts.join(" · ");
+}
+
+/** The one line that needs attention, or nothing. */
+export function notice(history, status) {
+  if (history.error) return { kind: "error", text: history.error.message, more: history.error.hint || "" };
+  if (status?.state === "lost") return { kind: "error", text: "The trainer has gone without a word.", more: "Queue it again: it goes on from its last snapshot." };
+  const warning = history.warnings[history.warnings.length - 1];
+  return warning ? { kind: "warning", text: warning.message, more: warning.hint || "" } : null;
+}
