@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -12,6 +14,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from .conditioning.modes import TrainingStrategySection
 from .data.dataset import DataSection
+from .data.sources import ROLES
+from .data.texts import read_text
 from .errors import ConfigError, nearest
 from .lora.adapters import LoraSection
 from .memory.settings import AccelerationSection
@@ -37,6 +41,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _no_urls(self) -> ModelSection:
+        if not self.model_path.strip():
+            raise ValueError("model_path is empty: give the LTX checkpoint (.safetensors)")
         for name in ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path"):
             value = getattr(self, name)
             if value and "://" in value:
@@ -70,13 +76,12 @@ class Job(Section):
     @classmethod
     def load(cls, path: str | Path) -> Any:
         """Read a job from a YAML file; every fault is one :class:`ConfigError` naming the field and the nearest known one."""
-        path = Path(path)
+        path = Path(path).expanduser()
+        if path.is_dir():
+            raise ConfigError("config.missing", f"{path} is a folder, not a config file.", "Give the .yaml file itself; a run is gone on with by `resume RUN`.")
         if not path.is_file():
-            raise ConfigError("config.missing", f"There is no config file {path}.", "Give the path of a .yaml file.")
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError("config.yaml", f"{path.name} is not readable YAML.", str(error)) from error
+            raise ConfigError("config.missing", f"There is no config file {path}", "Give the path of a .yaml file.")
+        data = read_yaml(path)
         if not isinstance(data, dict):
             raise ConfigError("config.yaml", f"{path.name} holds no mapping of sections.", "The first level are names such as model:, data:.")
         return cls.parse(data)
@@ -88,6 +93,23 @@ class Job(Section):
             return cls.model_validate(data)
         except ValidationError as error:
             raise explain(error, cls) from error
+
+    def resolved(self, beside: Path | None = None) -> Any:
+        """The same job with every path absolute: the child works in another folder than the user.
+
+        Relative ones start at the current folder, as the official trainer's do; what is not there is looked for beside
+        the config (``beside`` is its folder).
+        """
+        data = self.model_dump(mode="json")
+        for holder, names in _path_fields(data):
+            for name in names:
+                if isinstance(holder.get(name), str) and holder[name]:
+                    holder[name] = _absolute(holder[name], beside)
+        for source in data.get("data", {}).get("sources", ()):
+            for role in ROLES:  # folders of roles may also be meant inside the source's own folder
+                if isinstance(source.get(role), str) and Path(source[role]).expanduser().is_dir():
+                    source[role] = _absolute(source[role], None)
+        return self if data == self.model_dump(mode="json") else type(self).parse(data)
 
     def to_yaml(self) -> str:
         """YAML that :meth:`load` reads back to an equal job."""
@@ -197,6 +219,69 @@ SampleJob.model_rebuild()
 JOBS: dict[str, type[Job]] = {cls.kind: cls for cls in (TrainConfig, PreprocessJob, SampleJob)}
 
 
+def _path_fields(data: dict[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The mappings of a dumped job that hold paths, each with the names of those fields."""
+    found: list[tuple[dict[str, Any], tuple[str, ...]]] = [(data, ("output_dir",))]
+    found.append((data.get("model", {}), ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path", "tokenizer_path", "load_checkpoint")))
+    section = data.get("data", {})
+    found.append((section, ("preprocessed_data_root", "dataset", "cache_dir")))
+    found += [(source, ("path",)) for source in (*section.get("sources", ()), *data.get("loras", ()))]
+    for sample in data.get("validation", {}).get("samples", ()):
+        found.append((sample, ("noise",)))
+        found += [(condition, ("image_or_video", "video", "audio", "mask", "image")) for condition in sample.get("conditions", ())]
+    return found
+
+
+def _absolute(text: str, beside: Path | None) -> str:
+    if "://" in text:
+        return text  # refused by name where it is opened
+    path = Path(text).expanduser()
+    if not path.is_absolute() and beside is not None and not path.exists() and (beside / path).exists():
+        path = beside / path
+    return str(path.absolute())
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML as people mean it: ``off``, ``no`` and dates are words (fields that want a truth value take them), a key stands once."""
+
+    yaml_implicit_resolvers = {
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                line = key.start_mark.line + 1
+                if key.value in seen:
+                    raise ConfigError("config.duplicate", f"{key.value} stands twice: in line {seen[key.value]} and in line {line}.", "The second would silently win: remove or join one of them.")
+                seen[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file says, in any encoding that editors save; ConfigError names the line that is wrong."""
+    try:
+        text = read_text(path).value
+        return yaml.load(text, Loader=_YamlLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = text.splitlines()[mark.line] if mark is not None and mark.line < len(text.splitlines()) else ""
+        place = f" in line {mark.line + 1}" if mark is not None else ""
+        hint = f"{line.strip()[:200]}\n{error}"
+        if "\t" in line[: len(line) - len(line.lstrip())] or "'\\t'" in str(error):
+            hint = f"YAML is indented with spaces, not tabs.\n{line.rstrip()[:200]!r}"
+        elif "\\" in line and '"' in line:
+            hint = f'In "double quotes" a backslash is special: use single quotes or / in paths.\n{hint}'
+        raise ConfigError("config.yaml", f"{path.name} is not readable YAML{place}: {getattr(error, 'problem', None) or 'not text'}", hint) from error
+    except RecursionError as error:
+        raise ConfigError("config.yaml", f"{path.name} is nested too deeply to be a config.", "Give a job's .yaml file.") from error
+
+
 def digest(value: Any, length: int = 16) -> str:
     """Hex digits of the SHA-256 over a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:length]
@@ -217,9 +302,17 @@ def known_fields(model: Any, prefix: str = "") -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def explain(error: ValidationError, model: type[Section]) -> ConfigError:
+def parse_section(model: type[Section], values: dict[str, Any]) -> Any:
+    """A section of plain values (the command line's), with faults as :class:`ConfigError`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise explain(error, model) from error
+
+
+def explain(error: ValidationError, model: type[Section] | None = None) -> ConfigError:
     """One :class:`ConfigError` for pydantic's faults: the first in the message, all in the hint."""
-    known = known_fields(model)
+    known = known_fields(model) if model is not None else []
     lines = []
     for fault in error.errors():
         path = ".".join(str(p) for p in fault["loc"])
@@ -233,5 +326,7 @@ def explain(error: ValidationError, model: type[Section]) -> ConfigError:
             message = fault["msg"].removeprefix("Value error, ")
             shown = "" if isinstance(fault["input"], (dict, list)) or not path else f" (got {fault['input']!r})"
             lines.append((f"{path}: {message}" if path else message) + shown)
-    head = lines[0] if len(lines[0]) < 118 else lines[0][:115] + "..."
-    return ConfigError("config.invalid", head, "\n".join(lines) if len(lines) > 1 or head != lines[0] else "")
+    hint = "\n".join(lines) if len(lines) > 1 else ""
+    if not hint and model is not None:
+        hint = "`python -m ltx_train fields` prints every field with what it takes."
+    return ConfigError("config.invalid", lines[0], hint)

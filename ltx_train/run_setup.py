@@ -9,7 +9,7 @@ from .config import Job, PreprocessJob, SampleJob, TrainConfig
 from .errors import ConfigError, RunError
 from .launch import Child, Launch, start
 from .runs.identity import Identity, Verdict
-from .runs.run_dir import RunDir
+from .runs.run_dir import RunDir, check_name
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,38 @@ def identity_of_job(config: TrainConfig) -> Identity:
     return Identity(identity, config.extendable(), free)
 
 
+@dataclass(frozen=True)
+class FoundRun:
+    """The directory that a training will take, before anything is written. old: the job in it; verdict: None for a new run."""
+
+    run: RunDir
+    old: TrainConfig | None = None
+    verdict: Verdict | None = None
+
+
 def open_training(config: TrainConfig) -> OpenedRun:
     """The run of a training: the directory it names, gone on with where it is the same training, else ``name_002``.
 
-    A live run of the same training is given back as it is. Raises RunError when a live one of another training holds the name.
+    A live run of the same training is given back as it is. Relative paths start at the current folder.
     """
-    wanted = Path(config.output_dir).expanduser().absolute()
+    config = config.resolved()
+    found = find_run(config)
+    if found.verdict is not None and found.run.live():
+        return OpenedRun(found.run, found.old, found.verdict)
+    run = RunDir.create(found.run.path)
+    settled = config.model_copy(update={"output_dir": str(run.path)})
+    settled.save(run.job_path("train"))
+    return OpenedRun(run, settled, found.verdict)
+
+
+def find_run(config: TrainConfig) -> FoundRun:
+    """Which directory :func:`open_training` takes, and how the job stands to what is there; nothing is written.
+
+    A directory whose run ended before it made anything (a wrong path in its first job) is taken again.
+    """
+    config = config.resolved()
+    wanted = Path(config.output_dir)
+    check_name(wanted.name)
     for candidate in _versions(wanted):
         run = RunDir(candidate)
         job = run.job_path("train")
@@ -48,22 +74,25 @@ def open_training(config: TrainConfig) -> OpenedRun:
             if _foreign(candidate):
                 continue
             break
+        empty = not run.live() and _made_nothing(run)
         try:
             old = TrainConfig.load(job)
         except ConfigError:
+            if empty:
+                break
             continue  # written by another version: never touched
         verdict = identity_of_job(config).against(identity_of_job(old))
-        if verdict.relation == "different":
-            continue
-        if run.live():
-            return OpenedRun(run, old, verdict)
-        settled = config.model_copy(update={"output_dir": str(candidate)})
-        settled.save(job)
-        return OpenedRun(run, settled, verdict)
-    run = RunDir.create(candidate)
-    settled = config.model_copy(update={"output_dir": str(candidate)})
-    settled.save(run.job_path("train"))
-    return OpenedRun(run, settled)
+        if verdict.relation != "different":
+            return FoundRun(run, old, verdict)
+        if empty:
+            break
+    return FoundRun(RunDir(candidate))
+
+
+def _made_nothing(run: RunDir) -> bool:
+    """Whether a run ended without a step, a snapshot or a sample: there is nothing that another training could be mixed with."""
+    made = [path for folder in (run.checkpoints, run.samples) if folder.is_dir() for path in folder.iterdir()]
+    return not made and run.read_status().step == 0
 
 
 def _versions(wanted: Path):
@@ -82,7 +111,8 @@ def _foreign(folder: Path) -> bool:
 
 def open_other(job: PreprocessJob | SampleJob) -> OpenedRun:
     """The directory of a preprocessing or sampling job; the job file is written anew."""
-    run = RunDir.create(Path(job.output_dir).expanduser().absolute())
+    job = job.resolved()
+    run = RunDir.create(job.output_dir)
     if run.live():
         raise RunError("run.locked", f"The run {run.name} is at work.", "Wait for it, stop it, or use another output_dir.")
     job.save(run.job_path(job.kind))

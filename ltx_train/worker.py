@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import faulthandler
 import importlib
 import json
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, LtxTrainError, OutOfMemory, RunError, StopRequested
+from .errors import LtxTrainError, OutOfMemory, RunError, StopRequested, explain_os_error, is_out_of_memory
 from .runs.command import TOKEN_VARIABLE
 from .runs.events import ErrorEvent, JobEvent
 from .runs.exits import CRASH, OK, OUT_OF_MEMORY, STOPPED, USER_ERROR
@@ -33,18 +32,6 @@ JOBS: dict[str, tuple[str, str]] = {
     "sample": ("SampleJob", "validation"),
 }
 FAILURE_MARK = "LTX_TRAIN_FAILURE "
-_MEMORY_WORDS = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "cudaerrormemoryallocation",
-    "hiperroroutofmemory",
-    "failed to allocate",
-    "unable to allocate",
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,32 +179,17 @@ def describe(error: BaseException, rank: int = 0) -> tuple[ErrorEvent | None, in
         first = str(error).strip().split("\n")[0][:300]
         shown = OutOfMemory("memory.out", "Out of memory.", first)
         return ErrorEvent(code=shown.code, message=shown.message, hint=shown.hint, exit_code=OUT_OF_MEMORY, traceback=_end_of(error), **where), OUT_OF_MEMORY
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1)):
-        shown = RunError("disk.full", f"The disk is full: {error.filename or 'a file could not be written'}.", "Free some space and start again: the run goes on from its last snapshot.")
+    if isinstance(error, OSError) and (shown := explain_os_error(error)) is not None:
         return ErrorEvent(code=shown.code, message=shown.message, hint=shown.hint, exit_code=USER_ERROR, **where), USER_ERROR
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(__package__):
         package = error.name.split(".")[0]
         hint = f"Install it into the environment that trains ({sys.executable}), or set another engine python."
         return ErrorEvent(code="package.missing", message=f"The package {package} is not installed.", hint=hint, exit_code=USER_ERROR, traceback=_end_of(error), **where), USER_ERROR
     if type(error).__module__.startswith("pydantic") and type(error).__name__ == "ValidationError":
-        shown = ConfigError("config.invalid", f"The job has fields that cannot work ({type(error).__name__}).", str(error))
+        shown = importlib.import_module(".config", __package__).explain(error)
         return ErrorEvent(code=shown.code, message=shown.message, hint=shown.hint, exit_code=USER_ERROR, traceback=_end_of(error), **where), USER_ERROR
     message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"[:200]
     return ErrorEvent(code="crash", message=message, hint="This is a fault of the trainer: please report it with the end of train.log.", exit_code=CRASH, traceback=_end_of(error), **where), CRASH
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the exception, or one that it came from, says that RAM or an accelerator's memory ran out."""
-    seen: BaseException | None = error
-    for _ in range(10):
-        if seen is None:
-            return False
-        if isinstance(seen, MemoryError) or type(seen).__name__ in ("OutOfMemoryError", "OutOfMemory"):
-            return True
-        if isinstance(seen, RuntimeError | OSError) and any(words in str(seen).lower() for words in _MEMORY_WORDS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 @contextmanager

@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("conditioning", "lora", "memory"),
     ("training", "sampling"),
     ("config",),
-    ("preprocess", "planner", "launch", "environment", "contexts", "validation", "parts", "run_setup", "decode", "network", "sample_media"),
+    ("preprocess", "planner", "launch", "environment", "contexts", "validation", "parts", "run_setup", "decode", "network", "sample_media", "room", "contact_sheet", "held_out", "fields", "checks"),
     ("trainer",),
     ("worker", "bootstrap", "captioner", "controls", "doctor", "tiny", "demo", "bench"),
     ("__main__", "cli"),

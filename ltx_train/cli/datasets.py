@@ -6,15 +6,15 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from ..config import PreprocessJob
+from ..config import ModelSection, PreprocessJob, parse_section
 from ..data.cache import Cache, Manifest
 from ..data.dataset import DataSection
 from ..geometry import VideoFactors
 from ..preprocess import Target, report_on
 from ..run_setup import open_other
+from .show import console
 from .training import finish
 
 
@@ -37,8 +37,8 @@ def add(verbs: argparse._SubParsersAction) -> None:
     preprocess.add_argument("--output-dir", help="cache folder (default: .ltx_cache beside the dataset)")
     preprocess.set_defaults(run=run_preprocess)
 
-    decode = verbs.add_parser("decode", help="write clips back from a cache, for looking")
-    decode.add_argument("cache", type=Path)
+    decode = verbs.add_parser("decode", help="write clips back from a cache, or latents that previews kept, for looking")
+    decode.add_argument("cache", type=Path, help="a cache, a run, its samples folder, or a .latent file")
     decode.add_argument("output", type=Path)
     _model_arguments(decode)
     decode.add_argument("--limit", type=int, default=0, help="only so many clips")
@@ -90,7 +90,7 @@ def data_section(options: argparse.Namespace) -> DataSection:
         values["sources"] = [{"path": options.dataset, "columns": {k: v for k, v in columns.items() if v}, "captions": captions}]
     else:
         values |= {"dataset": options.dataset, "captions": captions}
-    return DataSection.model_validate(values)
+    return parse_section(DataSection, values)
 
 
 def model_section(options: argparse.Namespace) -> dict[str, str]:
@@ -122,13 +122,13 @@ def show_report(data: dict) -> None:
         style = None if clip["usable"] else "red"
         cells = [Path(clip["path"]).name, size, str(clip.get("fps", "")), str(clip.get("frames", "")), str(clip.get("seconds", "")), str(clip.get("sound", "")), str(clip.get("bucket", ""))]
         table.add_row(*cells, findings, style=style)
-    console = Console()
-    console.print(table)
-    console.print(f"{data['usable']} of {data['total']} clips usable, {data['pieces']} pieces, buckets {data['buckets']}")
+    screen = console()
+    screen.print(table, soft_wrap=False)
+    screen.print(f"{data['usable']} of {data['total']} clips usable, {data['pieces']} pieces, buckets {data['buckets']}")
     for code, about in data["findings"].items():
-        console.print(f"{about['clips']} x {code}: {about['fix']}", style="red" if about["refused"] else None)
+        screen.print(f"{about['clips']} x {code}: {about['fix']}", style="red" if about["refused"] else None)
     for warning in data["warnings"]:
-        console.print(f"! {warning}", style="yellow")
+        screen.print(f"! {warning}", style="yellow")
 
 
 def run_preprocess(options: argparse.Namespace) -> int:
@@ -143,22 +143,25 @@ def run_preprocess(options: argparse.Namespace) -> int:
     code = finish(open_other(job))
     if code == 0:
         manifest = Manifest.read(section.cache_root() / section.index)
-        Console().print(f"cache: {section.cache_root()} ({len(manifest.entries)} entries, {len(manifest.skipped)} clips left out)")
+        console().print(f"cache: {section.cache_root()} ({len(manifest.entries)} entries, {len(manifest.skipped)} clips left out)")
     return code
 
 
 def run_decode(options: argparse.Namespace) -> int:
     """Each cached clip as mp4, png or wav, named after its id."""
-    from ..config import ModelSection
-    from ..decode import decode_entry
+    from ..decode import decode_entry, decode_kept
     from ..memory.settings import AccelerationSection
     from ..preprocess import engine_codec
     from ..training.parallel import Parallel
 
-    checkpoint = ModelSection.model_validate(model_section(options)).open()
-    manifest, cache = Manifest.read(options.cache), Cache(options.cache)
+    checkpoint = parse_section(ModelSection, model_section(options)).open()
     codec = engine_codec(checkpoint, AccelerationSection(), Parallel.start(device=options.device).device)
+    if not (options.cache / "index.json").is_file():
+        for path in decode_kept(options.cache, codec, options.output):
+            console().print(str(path))
+        return 0
+    manifest, cache = Manifest.read(options.cache), Cache(options.cache)
     entries = manifest.entries[: options.limit or None]
     for entry in entries:
-        Console().print(str(decode_entry(entry, cache, codec, options.output)))
+        console().print(str(decode_entry(entry, cache, codec, options.output)))
     return 0

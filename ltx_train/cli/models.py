@@ -6,16 +6,16 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from ..models.families import FAMILIES
+from .show import console
 
 
 def add(verbs: argparse._SubParsersAction) -> None:
     """Register the verbs."""
     inspect = verbs.add_parser("inspect", help="which model the files are, what they hold, what is missing and which file has it")
-    inspect.add_argument("files", nargs="+", type=Path)
+    inspect.add_argument("files", nargs="+")
     inspect.add_argument("--json", action="store_true")
     inspect.set_defaults(run=run_inspect)
 
@@ -58,15 +58,15 @@ def run_inspect(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(data, default=str, ensure_ascii=False))  # noqa: T201 - for machines
         return 0
-    console = Console()
-    console.print(f"[bold]{data['title']}[/] ({data['family']}), version {data['version'] or 'not stated'}{', distilled' if data['distilled'] else ''}")
+    screen = console()
+    screen.print(f"{data['title']} ({data['family']}), version {data['version'] or 'not stated'}{', distilled' if data['distilled'] else ''}")
     table = Table("component", "kind", "file", "parameters", "formats")
     for name, part in data["components"].items():
         formats = ", ".join([*map(str, part["dtypes"]), *(f"{k} x{n}" for k, n in part["quantisation"].items())])
         table.add_row(name, str(part["kind"]), ", ".join(Path(f).name for f in part["files"]), f"{part['parameters']:,}", formats)
-    console.print(table)
+    screen.print(table, soft_wrap=False)
     for name, supplier in data["missing"].items():
-        console.print(f"missing: {name.replace('_', ' ')} - {supplier}", style="yellow", markup=False)
+        screen.print(f"missing: {name.replace('_', ' ')} - {supplier}", style="yellow")
     return 0
 
 
@@ -74,7 +74,7 @@ def run_tiny(options: argparse.Namespace) -> int:
     from ..tiny.checkpoints import write_tiny
 
     for role, path in write_tiny(options.out, options.family, seed=options.seed).items():
-        Console().print(f"{role}: {path}")
+        console().print(f"{role}: {path}")
     return 0
 
 
@@ -102,12 +102,12 @@ def run_lora(options: argparse.Namespace) -> int:
     from ..lora import edit
     from ..lora.files import read_lora, write_modules
 
-    lora, console = read_lora(options.file), Console()
+    lora, screen = read_lora(options.file), console()
     if options.action == "show":
-        console.print(f"{len(lora.modules)} modules, kinds {lora.kinds}, ranks {lora.ranks}, layouts {lora.layouts}")
+        screen.print(f"{len(lora.modules)} modules, kinds {lora.kinds}, ranks {lora.ranks}, layouts {lora.layouts}")
         for key, value in vars(lora.metadata).items():
             if value:
-                console.print(f"{key}: {value}", markup=False)
+                screen.print(f"{key}: {value}")
         return 0
     if options.out is None:
         raise ConfigError("lora.out", f"lora {options.action} needs --out.", "Name the file to write; the source is never changed.")
@@ -123,5 +123,5 @@ def run_lora(options: argparse.Namespace) -> int:
         write_modules(options.out, kept.modules, kept.metadata)
     else:
         edit.convert(lora, options.out, options.layout)
-    console.print(f"written: {options.out}")
+    screen.print(f"written: {options.out}")
     return 0

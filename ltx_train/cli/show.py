@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..errors import LtxTrainError
 from ..launch import Child, Outcome
 from ..runs.events import (
-    ErrorEvent,
     Event,
     LoraEvent,
     PhaseEvent,
@@ -21,6 +18,13 @@ from ..runs.events import (
     StepEvent,
     WarningEvent,
 )
+from ..runs.exits import STOPPED
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where the verbs print: what users named (a clip "[1080p].mp4") is no markup, and in a pipe a line stays one line."""
+    return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+
 
 PLAIN_EVERY = 20
 """Without a terminal, one line every so many steps."""
@@ -29,16 +33,16 @@ PLAIN_EVERY = 20
 class RunView:
     """Shows a child's events; in a pipe or with ``plain`` as lines, else as bars."""
 
-    def __init__(self, console: Console | None = None, *, plain: bool = False) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, screen: Console | None = None, *, plain: bool = False) -> None:
+        self.console = screen or console(stderr=True)
         self.plain = plain or not self.console.is_terminal
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}", markup=False))
         self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console, disable=self.plain, transient=True)
         self.tasks: dict[str, TaskID] = {}
 
     def follow(self, child: Child) -> Outcome:
         """Show events until the child ends. Ctrl-C asks it to stop at the next safe point; a second one ends it."""
-        self.console.print(f"[bold]{child.run.name}[/]  {child.run.path}")
+        self.console.print(f"{child.run.name}  {child.run.path}", style="bold")
         with self.progress:
             while True:
                 try:
@@ -71,9 +75,9 @@ class RunView:
         elif isinstance(event, PlanEvent):
             self.console.print(f"  plan: {event.message}")
         elif isinstance(event, WarningEvent):
-            self.console.print(f"[yellow]! {event.message}[/]" + (f"\n  [dim]{event.hint}[/]" if event.hint else ""))
-        elif isinstance(event, ErrorEvent):
-            self.console.print(f"[red]{event.message}[/]")
+            self.console.print(f"! {event.message}", style="yellow")
+            if event.hint:
+                self.console.print(f"  {event.hint}", style="dim")
 
     def step(self, event: StepEvent) -> None:
         loss = "not finite" if event.loss is None else f"{event.loss:.4f}"
@@ -100,8 +104,8 @@ class RunView:
 
 def show_error(error: LtxTrainError) -> int:
     """Print a user's error as one clear line and its hint; the exit code."""
-    console = Console(file=sys.stderr)
-    console.print(f"error: {error.message}", style="bold red", markup=False)
+    screen = console(stderr=True)
+    screen.print(f"{'stopped' if error.exit_code == STOPPED else 'error'}: {error.message}", style="bold red")
     if error.hint:
-        console.print(error.hint, markup=False)
+        screen.print(error.hint)
     return error.exit_code

@@ -6,14 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from ..config import JOBS, SampleJob, TrainConfig
 from ..launch import attach
 from ..run_setup import OpenedRun, launch_job, open_other, open_training
 from ..runs.run_dir import RunDir, list_runs
-from .show import RunView
+from .show import RunView, console
 
 
 def add(verbs: argparse._SubParsersAction) -> None:
@@ -63,6 +62,7 @@ def run_train(options: argparse.Namespace) -> int:
     config = TrainConfig.load(options.config)
     if options.output_dir:
         config = config.model_copy(update={"output_dir": options.output_dir})
+    config = config.resolved(options.config.absolute().parent)
     if options.check:
         return check_training(config)
     opened = open_training(config)
@@ -73,28 +73,28 @@ def check_training(config: TrainConfig) -> int:
     """All that can be known before loading: files, family, data, packages, fit of the mode to the data."""
     from ..checks import check_config
 
-    console = Console()
+    screen = console()
     for line in check_config(config):
-        console.print(f"- {line}", markup=False)
-    console.print("The config can run.")
+        screen.print(f"- {line}")
+    screen.print("The config can run.")
     return 0
 
 
 def finish(opened: OpenedRun, *, detach: bool = False, plain: bool = False) -> int:
     """Start the child of an opened run and show it to its end."""
-    console = Console()
+    screen = console()
     if opened.finished:
-        console.print(f"This run is finished already: {opened.run.path}")
+        screen.print(f"This run is finished already: {opened.run.path}")
         return 0
     child = launch_job(opened)
     if detach:
-        console.print(f"started: {opened.run.path} (process {child.pid})")
+        screen.print(f"started: {opened.run.path} (process {child.pid})")
         return 0
     outcome = RunView(plain=plain).follow(child)
     outcome.raise_for_error()
     for lora in opened.run.history().loras.values():
         if lora.final:
-            console.print(f"LoRA: {opened.run.path / lora.path}")
+            screen.print(f"LoRA: {opened.run.path / lora.path}")
     return outcome.exit_code or 0
 
 
@@ -113,16 +113,17 @@ def run_resume(options: argparse.Namespace) -> int:
 def run_stop(options: argparse.Namespace) -> int:
     child = attach(options.run_dir)
     if child is None:
-        Console().print("No process works on this run.")
+        console().print("No process works on this run.")
         return 0
     child.stop(deadline=60.0)
-    Console().print("stopped")
+    console().print("stopped")
     return 0
 
 
 def run_sample(options: argparse.Namespace) -> int:
-    job = SampleJob.load(options.config) if options.config else sample_job(options)
-    return finish(open_other(job))
+    if options.config:
+        return finish(open_other(SampleJob.load(options.config).resolved(options.config.absolute().parent)))
+    return finish(open_other(sample_job(options)))
 
 
 def sample_job(options: argparse.Namespace) -> SampleJob:
@@ -149,10 +150,10 @@ def sample_job(options: argparse.Namespace) -> SampleJob:
 def run_runs(options: argparse.Namespace) -> int:
     rows = [(run, run.status()) for run in list_runs(options.root)]
     if options.json:
-        Console().print_json(json.dumps([{"name": r.name, "path": str(r.path), **s.model_dump(mode="json")} for r, s in rows]))
+        print(json.dumps([{"name": r.name, "path": str(r.path), **s.model_dump(mode="json")} for r, s in rows], ensure_ascii=False))  # noqa: T201 - for machines
         return 0
     table = Table("run", "state", "step", "loss", "error")
     for run, status in rows:
         table.add_row(run.name, status.state, f"{status.step}/{status.total or '?'}", "" if status.loss is None else f"{status.loss:.4f}", status.error)
-    Console().print(table)
+    console().print(table, soft_wrap=False)
     return 0

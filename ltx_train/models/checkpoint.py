@@ -270,7 +270,8 @@ def _check_mix(family: Family, parts: Mapping[str, Part]) -> None:
 def _mixed(family: Family, part: Part, component: str) -> CheckpointError:
     what = component.replace("_", " ")
     wanted = family.supplies.get(component, "no such file: this family makes video only")
-    return CheckpointError("checkpoint.mixed", f"{part.files[0].path.name}: its {what} is not of {family.title}.", f"All files must be of one family. Wanted: {wanted}.")
+    are = "are" if what.endswith("s") else "is"
+    return CheckpointError("checkpoint.mixed", f"{part.files[0].path.name}: its {what} {are} not of {family.title}.", f"All files must be of one family. Wanted: {wanted}.")
 
 
 def _check_plain_basis(family: Family, part: Part, component: Component) -> None:
@@ -321,6 +322,8 @@ def vae_factors(config: Mapping[str, Any]) -> tuple[int, int]:
     blocks = nested.get("blocks") or config.get("encoder_blocks") or config.get("blocks")
     if not blocks:
         return 8, 32
+    if not isinstance(blocks, list) or not all(isinstance(b, list | tuple) and b for b in blocks):
+        raise CheckpointError("checkpoint.config", "The config in the file's metadata lists no readable VAE blocks.", "The file was repacked badly: get the vendor's file.")
     names = [str(b[0]) for b in blocks]
     both = sum(n.startswith("compress_all") for n in names)
     time = 2 ** (both + sum(n.startswith("compress_time") for n in names))

@@ -8,6 +8,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, Component
 from .checkpoint_parts import find_parts, open_files
+from .safetensors_file import checked_path
 from .text_files import text_encoder_folder
 
 
@@ -34,9 +35,10 @@ def inspect_files(
 
 
 def _is_encoder(path: str | Path) -> bool:
-    """Whether a path is a text encoder: a folder, or a file that holds nothing else but its projection."""
-    if Path(path).is_dir():
-        return True
+    """Whether a path is a text encoder: a file or folder of weights that holds nothing else but its projection."""
+    place = checked_path(path)
+    if place.is_dir() and not any(any(folder.glob("*.safetensors")) for folder in (place, place / "text_encoder")):
+        return False  # a pack with its models in folders of kinds
     found = {p.component for p in find_parts(open_files(text_encoder_folder(path)))}
     return "text_encoder" in found and found <= {"text_encoder", "text_projection"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from dataclasses import dataclass, field
@@ -59,27 +60,19 @@ class SafetensorsFile:
             raw = file.read(length)
         try:
             header = json.loads(raw)
-        except (UnicodeDecodeError, json.JSONDecodeError):
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
             header = None
         if not isinstance(header, dict):
             raise CheckpointError("checkpoint.not_safetensors", f"{path.name} is not a safetensors file: its header is not readable.", _AGAIN)
         metadata = header.pop("__metadata__", None) or {}
-        spans: dict[str, _Span] = {}
+        spans = {name: _span(path, name, entry, 8 + length) for name, entry in header.items()}
         base = 8 + length
-        for name, entry in header.items():
-            dtype = DTYPES.get(entry["dtype"])
-            if dtype is None:
-                raise CheckpointError(
-                    "checkpoint.dtype", f"{path.name} stores {name} as {entry['dtype']}, which is not supported.", f"Known types: {', '.join(DTYPES)}."
-                )
-            begin, end = entry["data_offsets"]
-            spans[name] = _Span(TensorInfo(tuple(entry["shape"]), dtype), base + begin, base + end)
         whole = max((s.end for s in spans.values()), default=base)
         if whole > size:
             raise CheckpointError(
                 "checkpoint.truncated", f"{path.name} is cut short: {size:,} bytes of {whole:,}.", "The download or copy did not finish. " + _AGAIN
             )
-        return cls(path, dict(metadata), spans)
+        return cls(path, {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {}, spans)
 
     def read(self, name: str) -> Tensor:
         """The stored tensor as it is, on the CPU."""
@@ -108,6 +101,21 @@ class SafetensorsFile:
 
 
 _AGAIN = "Download the file again, whole."
+
+
+def _span(path: Path, name: str, entry: object, base: int) -> _Span:
+    """The place of one tensor; refuses an entry that does not say it, or says other bytes than its shape has."""
+    try:
+        kind, shape, (begin, end) = str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
+        begin, end = int(begin), int(end)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("checkpoint.header", f"{path.name} is damaged: its header does not say where {name} lies.", _AGAIN) from error
+    dtype = DTYPES.get(kind)
+    if dtype is None:
+        raise CheckpointError("checkpoint.dtype", f"{path.name} stores {name} as {kind}, which is not supported.", f"Known types: {', '.join(DTYPES)}.")
+    if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError("checkpoint.header", f"{path.name} is damaged: {name} {list(shape)} {kind} cannot be {end - begin} bytes.", _AGAIN)
+    return _Span(TensorInfo(shape, dtype), base + begin, base + end)
 
 
 def checked_path(path: str | Path) -> Path:
