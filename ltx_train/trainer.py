@@ -94,6 +94,7 @@ class Trainer:
         self.live.set_state("running", step=self.step, total=total)
         try:
             with self.live.phase("train", f"{self.step} of {total} steps done" if self.step else ""):
+                self.parts.step.transformer.train()  # dropout takes part, but not in previews
                 if self.step == 0:
                     self.validate()
                 while self.step < total:
@@ -375,10 +376,12 @@ class Trainer:
             return
         if self.step == 0 and self.config.validation.skip_initial_validation:
             return
+        self.parts.step.transformer.eval()
         with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
             made = validator.run(self.step, self.live, self.parallel, self.parts.optimizer)
         if self.publishers is not None:
             for index, path in enumerate(made):
                 self.publishers.sample(SampleEvent(step=self.step, path=path.name, index=index), path)
+        self.parts.step.transformer.train()
         self.sampled_at = self.step
         self.parallel.barrier()
