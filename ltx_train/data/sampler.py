@@ -118,6 +118,8 @@ class BucketSampler:
         for name, line in self._lines[stage].items():
             first, last = epoch * len(line) // self.batch_size, (epoch + 1) * len(line) // self.batch_size
             batches += [(name, n) for n in range(first, last)]
+        if len(self._lines[stage]) == 1:
+            return tuple(batches)  # its line is shuffled already; a step's samples then hang on its global batch alone, however it is split
         order = torch.randperm(len(batches), generator=_generator(self.seed, "order", stage, epoch)).tolist()
         return tuple(batches[n] for n in order)
 
