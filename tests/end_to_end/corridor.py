@@ -206,7 +206,7 @@ class Done:
     @property
     def snapshot(self):
         path = newest_valid(self.run.path)
-        return {group.stem: load_file(group) for group in path.glob("*.safetensors")}
+        return {group.stem: {n: t.clone() for n, t in load_file(group).items()} for group in path.glob("*.safetensors")}
 
     @property
     def modules(self):
