@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from ..errors import DataError, MissingPackage
+from ..errors import ConfigError, DataError, MissingPackage
 from ..section import Section
 from .buckets import Bucket, ClipOptions, ClipPlan, Placement
 from .colour import rgb
@@ -36,6 +36,15 @@ class SceneSection(Section):
     filter_shorter_than: float = Field(0.0, ge=0, description="Scenes shorter than this many seconds are left out.")
     max_scenes: int | None = Field(None, ge=1, description="At most this many scenes.")
     max_seconds: float | None = Field(None, gt=0, description="Longer scenes are cut into equal parts of at most this length.")
+    skip_start: float = Field(0.0, ge=0, description="Leave out so many seconds at the beginning.")
+    skip_end: float = Field(0.0, ge=0, description="Leave out so many seconds at the end.")
+    duration: float | None = Field(None, gt=0, description="Look at so many seconds only, from skip_start on.")
+    luma_only: bool = Field(False, description="PySceneDetect's content and adaptive detectors: compare brightness alone.")
+    adaptive_window: int = Field(2, ge=1, le=100, description="PySceneDetect's adaptive detector: frames on each side that are averaged.")
+    fade_bias: float = Field(0.0, ge=-1, le=1, description="PySceneDetect's threshold detector: where in a fade the cut lies, -1 at its beginning, 1 at its end.")
+    downscale: int | None = Field(None, ge=1, le=64, description="PySceneDetect: look at pictures so many times smaller; None chooses by size.")
+    frame_skip: int = Field(0, ge=0, le=100, description="PySceneDetect: frames left out between two that are looked at; quicker, less exact.")
+    stats_file: str | None = Field(None, description="PySceneDetect: write the numbers of every frame into this CSV, to choose a threshold by.")
     crf: int = Field(14, ge=0, le=40, description="Quality of the written clips; lower is better.")
 
 
@@ -58,7 +67,11 @@ def find_scenes(path: Path, section: SceneSection | None = None, progress: Calla
     if found.kind != "video":
         raise DataError("scenes.no_video", f"{path.name} is {found.kind}, not a video that could be cut.", "Give a video file.")
     cuts = _simple_cuts(found, section, progress) if section.detector == "simple" else _library_cuts(path, found, section)
-    edges = [0.0, *cuts, found.timeline.seconds]
+    begin, end = section.skip_start, found.timeline.seconds - section.skip_end
+    end = end if section.duration is None else min(end, begin + section.duration)
+    if end - begin < 1 / found.fps:
+        raise DataError("scenes.nothing_left", f"{path.name} has {found.timeline.seconds:.2f} s: nothing is left after skipping."[:118], "Lower skip_start and skip_end.")
+    edges = [begin, *(c for c in cuts if begin < c < end), end]
     kept = [edges[0]]
     for edge in edges[1:-1]:
         if edge - kept[-1] >= section.min_seconds and edges[-1] - edge >= section.min_seconds:
@@ -76,6 +89,8 @@ def _parts(scene: Scene, most: float | None) -> list[Scene]:
 
 def _simple_cuts(found: Probe, section: SceneSection, progress: Callable[[float], None] | None) -> list[float]:
     """Cuts where the mean change of hue, saturation and brightness (0..255) of a small picture passes the threshold."""
+    if section.stats_file:
+        raise ConfigError("scenes.stats", "stats_file needs one of PySceneDetect's detectors; this one is simple.", "Choose content, adaptive, threshold, histogram or hash.")
     limit = section.threshold or THRESHOLDS["simple"]
     last, cuts = None, []
     for seconds, small in _small_frames(found):
@@ -123,9 +138,15 @@ def _library_cuts(path: Path, found: Probe, section: SceneSection) -> list[float
     limit = section.threshold or THRESHOLDS[section.detector]
     argument = "adaptive_threshold" if section.detector == "adaptive" else "threshold"
     frames = max(1, round(section.min_seconds * found.fps))
-    manager = scenedetect.SceneManager()
-    manager.add_detector(getattr(scenedetect, name)(**{argument: limit, "min_scene_len": frames}))
-    manager.detect_scenes(scenedetect.open_video(str(path), backend="pyav"))
+    own: dict[str, Any] = {"luma_only": section.luma_only} if section.detector in ("content", "adaptive") else {}
+    own |= {"adaptive": {"window_width": section.adaptive_window}, "threshold": {"fade_bias": section.fade_bias}}.get(section.detector, {})
+    manager = scenedetect.SceneManager(scenedetect.StatsManager() if section.stats_file else None)
+    manager.add_detector(getattr(scenedetect, name)(**{argument: limit, "min_scene_len": frames}, **own))
+    if section.downscale is not None:
+        manager.auto_downscale, manager.downscale = False, section.downscale
+    manager.detect_scenes(scenedetect.open_video(str(path), backend="pyav", suppress_output=True), frame_skip=section.frame_skip)
+    if section.stats_file:
+        manager.stats_manager.save_to_csv(csv_file=str(Path(section.stats_file).expanduser()))
     return [_seconds(start) for start, _ in manager.get_scene_list()][1:]
 
 

@@ -1,0 +1,46 @@
+"""Verbs that measure: bench step, bench preprocess."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import bench_preprocess
+
+
+def add(verbs: argparse._SubParsersAction) -> None:
+    """Register the verbs."""
+    bench = verbs.add_parser("bench", help="measure this machine with random weights; no model files needed")
+    kinds = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
+    step = kinds.add_parser("step", help="one training step at full size, with the plain way in the same run; prints JSON lines")
+    step.add_argument("--size", default="960x544x89", help="WIDTHxHEIGHTxFRAMES")
+    step.add_argument("--rank", type=int, default=32)
+    step.add_argument("--family", default="ltx2.3")
+    step.add_argument("--case", action="append", default=[], metavar="KEY=VALUE,...", help="a setting to measure, such as quantization=int8,resident=0,cap=16; may be given several times")
+    step.add_argument("--steps", type=int, default=5)
+    step.add_argument("--no-plain", action="store_true", help="leave the baseline out")
+    step.add_argument("--tiny", action="store_true", help="a tiny network that a CPU measures in seconds")
+    step.add_argument("--profile", action="store_true", help="add a table of kernels")
+    step.add_argument("--out", type=Path, help="append the records to this file too")
+    step.set_defaults(run=run_step)
+    bench_preprocess.add(kinds)
+
+
+def run_step(options: argparse.Namespace) -> int:
+    from ..bench.step import StepCase, line, run_cases
+
+    base = StepCase(size=options.size, rank=options.rank, family=options.family, steps=options.steps, tiny=options.tiny, profile=options.profile)
+    if options.tiny and options.size == "960x544x89":
+        base = StepCase.parse("size=128x64x9,steps=3", base)
+    cases = [StepCase.parse(text, base) for text in options.case or [""]]
+    command = "python -m ltx_train " + " ".join(sys.argv[1:])
+    failed = 0
+    for record in run_cases(cases, plain=not options.no_plain, command=command):
+        text = line(record)
+        print(text, flush=True)  # noqa: T201 - what the verb is for
+        if options.out is not None:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        failed += "error" in record
+    return 1 if failed else 0
