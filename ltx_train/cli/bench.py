@@ -34,7 +34,8 @@ def run_step(options: argparse.Namespace) -> int:
     if options.tiny and options.size == "960x544x89":
         base = StepCase.parse("size=128x64x9,steps=3", base)
     cases = [StepCase.parse(text, base) for text in options.case or [""]]
-    command = "python -m ltx_train " + " ".join(sys.argv[1:])
+    shown = [word for word in sys.argv[1:] if word not in ("--out", str(options.out))]
+    command = "python -m ltx_train " + " ".join(word or '""' for word in shown)
     failed = 0
     for record in run_cases(cases, plain=not options.no_plain, command=command):
         text = line(record)

@@ -175,7 +175,7 @@ def _attach_lora(transformer: nn.Module, layers: Mapping[str, nn.Linear], sectio
             if section.init == "gaussian":
                 nn.init.normal_(lora.A, std=1 / rank)
         lora.scale = section.scale_of(name)
-        layer.lora = lora.to(_device(layer)).train(layer.training)
+        layer.lora = lora.to(layer.device).train(layer.training)
         shape = (layer.out_features, layer.in_features)
         made.append(AdaptedModule(name, shape, rank, lora.scale, {"lora_A.weight": lora.A, "lora_B.weight": lora.B}))
 
@@ -184,10 +184,6 @@ def _attach_lora(transformer: nn.Module, layers: Mapping[str, nn.Linear], sectio
             layer.lora_enabled = on
 
     return made, switch
-
-
-def _device(layer: nn.Linear) -> torch.device:
-    return layer.weight.device if layer.weight is not None else layer.quantized.device
 
 
 _SUFFIXES = {

@@ -57,10 +57,9 @@ def _add_to_weight(name: str, layer: Linear, module: LoraModule, strength: float
 
 def _add_beside(layer: Linear, parts: Sequence[tuple[LoraModule, float]]) -> None:
     """Several low-rank updates as one: their A stacked, their B side by side with scale and strength inside."""
-    device = layer.weight.device if layer.weight is not None else layer.quantized.device
     a = torch.cat([m.tensors["lora_A"].float() for m, _ in parts])
     b = torch.cat([m.scale * strength * m.tensors["lora_B"].float() for m, strength in parts], dim=1)
     lora = LoraWeights(layer.in_features, layer.out_features, a.shape[0])
     lora.A.copy_(a)
     lora.B.copy_(b)
-    layer.lora = lora.to(device).requires_grad_(False).eval()
+    layer.lora = lora.to(layer.device).requires_grad_(False).eval()

@@ -24,13 +24,14 @@ class CheckpointedBlocks:
     layers: int = 0
     kept: int = 0
     dropout: bool = False
+    reentrant: bool = False
 
     def __call__(self, block, index, video, audio, video_inputs, audio_inputs, keep) -> tuple[Tensor | None, Tensor | None]:
         recompute = torch.is_grad_enabled() and index < self.layers - self.kept
         if not recompute:
             return self.inner(block, index, video, audio, video_inputs, audio_inputs, keep)
         return checkpoint(
-            self.inner, block, index, video, audio, video_inputs, audio_inputs, keep, use_reentrant=False, preserve_rng_state=self.dropout
+            self.inner, block, index, video, audio, video_inputs, audio_inputs, keep, use_reentrant=self.reentrant, preserve_rng_state=self.dropout
         )
 
 

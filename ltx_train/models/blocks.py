@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .embeddings import Rope, rotate
 from .families import TransformerConfig
-from .linear import Linear
+from .linear import Linear, project
 
 
 class StreamInputs(NamedTuple):
@@ -106,10 +106,12 @@ class Attention(nn.Module):
         bias: additive, broadcast to [B, heads, T, S]. keep [B]: 0 passes the values through instead of attending
         (spatio-temporal guidance; self-attention only).
         """
-        context = x if context is None else context
-        query = self._split(self.q_norm(self.to_q(x)))
-        key = self._split(self.k_norm(self.to_k(context)))
-        value = self._split(self.to_v(context))
+        if context is None:
+            query, key, value, *gate = project((self.to_q, self.to_k, self.to_v, *self._gates()), x)
+        else:
+            query, *gate = project((self.to_q, *self._gates()), x)
+            key, value = project((self.to_k, self.to_v), context)
+        query, key, value = self._split(self.q_norm(query)), self._split(self.k_norm(key)), self._split(value)
         if rope is not None:
             query = rotate(query, rope, self.interleaved)
             key = rotate(key, rope if context_rope is None else context_rope, self.interleaved)
@@ -117,9 +119,18 @@ class Attention(nn.Module):
         out = out.transpose(1, 2)
         if keep is not None:
             out = torch.lerp(value, out, keep.to(out.dtype).view(-1, 1, 1, 1))
-        if self.to_gate_logits is not None:
-            out = out * (2 * torch.sigmoid(self.to_gate_logits(x))).unsqueeze(-1)
+        if gate:
+            out = out * (2 * torch.sigmoid(gate[0])).unsqueeze(-1)
         return self.to_out[0](out.flatten(2))
+
+    def _gates(self) -> tuple[Linear, ...]:
+        return () if self.to_gate_logits is None else (self.to_gate_logits,)
+
+    def groups(self, own_context: bool) -> list[list[str]]:
+        """Names of the linear layers that read the same input, in the order of :func:`project`."""
+        gate = [] if self.to_gate_logits is None else ["to_gate_logits"]
+        inputs = [["to_q", "to_k", "to_v", *gate]] if own_context else [["to_q", *gate], ["to_k", "to_v"]]
+        return [*inputs, ["to_out.0"]]
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1))
@@ -187,6 +198,16 @@ class TransformerBlock(nn.Module):
         self.register_parameter(f"{prefix}scale_shift_table", _table(9 if adaln else 6, dim))
         if adaln:
             self.register_parameter(f"{prefix}prompt_scale_shift_table", _table(2, dim))
+
+    def groups(self) -> list[list[str]]:
+        """Names of all linear layers of the block, those that read the same input together."""
+        found: list[list[str]] = []
+        for name, child in self.named_children():
+            if isinstance(child, Attention):
+                found += [[f"{name}.{layer}" for layer in group] for group in child.groups(name.endswith("attn1"))]
+            elif isinstance(child, FeedForward):
+                found += [[f"{name}.net.0.proj"], [f"{name}.net.2"]]
+        return found
 
     def forward(
         self,

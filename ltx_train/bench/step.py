@@ -1,0 +1,281 @@
+"""``bench step``: seconds and memory of one real training step at full size, with the plain way in the same run."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+
+from ..conditioning.modes import TrainingStrategySection
+from ..data.dataset import Batch
+from ..geometry import AudioGrid, Latents, VideoFactors, VideoGrid
+from ..lora.adapters import LoraSection, attach
+from ..memory.attention import prefer_attention
+from ..memory.engine import EngineSettings
+from ..memory.pinned import HostMemory
+from ..models.families import FAMILIES, TransformerConfig
+from ..text import Context
+from ..training.flow_matching import FlowMatchingSection
+from ..training.optim import OptimizationSection
+from ..training.step import TrainStep
+from .networks import fast_transformer, full_config, per_token, plain_adapter, plain_transformer
+
+GIB = 1 << 30
+CONTEXT_GIB = 1.2
+"""Of a cap, what the CUDA context, libraries and graphs need outside the allocator."""
+TINY = dict(num_layers=4, num_attention_heads=4, attention_head_dim=32, cross_attention_dim=128, in_channels=128, out_channels=128)
+TINY_AUDIO = dict(audio_num_attention_heads=4, audio_attention_head_dim=32, audio_cross_attention_dim=128)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One measurement. resident: blocks on the device, -1 for all. cap: GiB of the card that may be used, 0 for all."""
+
+    size: str = "960x544x89"
+    rank: int = 32
+    family: str = "ltx2.3"
+    quantization: str = ""
+    resident: int = -1
+    slots: int = 3
+    budget: float = 0.0
+    compile: bool = True
+    fp8: bool = False
+    offload: bool = False
+    optimizer: str = "device"
+    audio: bool = True
+    cap: float = 0.0
+    attention: str = "auto"
+    steps: int = 5
+    warmup: int = 2
+    text_tokens: int = 1024
+    layers: int = 0
+    tiny: bool = False
+    profile: bool = False
+
+    @classmethod
+    def parse(cls, text: str, base: StepCase) -> StepCase:
+        """``key=value,key=value`` over another case."""
+        kinds = {f.name: f.type for f in fields(cls)}
+        read = {"int": int, "float": float, "str": str, "bool": lambda v: v.lower() in ("1", "true", "yes", "on")}
+        pairs = dict(part.split("=", 1) for part in text.split(",") if part)
+        return replace(base, **{name: read[kinds[name]](value) for name, value in pairs.items()})
+
+    @property
+    def setting(self) -> dict[str, object]:
+        """What differs from the defaults, beside size, rank and family."""
+        plain = StepCase()
+        return {k: v for k, v in asdict(self).items() if v != getattr(plain, k) and k not in ("size", "rank", "family", "steps", "warmup", "profile")}
+
+    def config(self) -> TransformerConfig:
+        """The family's transformer, or one a CPU runs in a moment."""
+        config = full_config(self.family)
+        if self.layers:
+            config = replace(config, num_layers=self.layers)
+        return replace(config, **TINY, **(TINY_AUDIO if config.has_audio else {})) if self.tiny else config
+
+    def engine(self) -> EngineSettings:
+        return EngineSettings(
+            resident=None if self.resident < 0 else self.resident, slots=self.slots, compile=self.compile, budget=self.budget, offload=self.offload, float8=self.fp8,
+            backend="aot_eager_decomp_partition" if self.tiny else "inductor",
+        )  # fmt: skip
+
+
+def strategy_of(audio: bool) -> TrainingStrategySection:
+    """Text to video, with sound where the network has it."""
+    return TrainingStrategySection.model_validate({"name": "text_to_video", "with_audio": audio})
+
+
+def random_batch(case: StepCase, config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> Batch:
+    """One clip of the case's size with its sound, on the device."""
+    width, height, frames = (int(v) for v in case.size.split("x"))
+    grid = VideoGrid((frames - 1) // 8 + 1, height // 32, width // 32, factors=VideoFactors(8, 32, 32))
+    audio = config.has_audio and case.audio
+    sound = AudioGrid(max(1, round(frames / 24 * 25)))
+    g = torch.Generator(device).manual_seed(1)
+    randn = lambda *shape: torch.randn(*shape, generator=g, device=device)  # noqa: E731
+    width_in = config.caption_channels or config.cross_attention_dim
+    tokens = 16 if case.tiny else case.text_tokens
+    context = Context(randn(1, tokens, width_in).to(dtype), randn(1, tokens, config.audio_cross_attention_dim).to(dtype) if audio else None)
+    return Batch(
+        video=Latents(randn(1, 128, grid.frames, grid.height, grid.width), grid), audio=Latents(randn(1, 8, sound.steps, 16), sound) if audio else None,
+        context=context, roles={}, audio_present=torch.ones(1, dtype=torch.bool), weight=torch.ones(1, device=device), ids=("random",),
+    )  # fmt: skip
+
+
+def run_cases(cases: list[StepCase], *, plain: bool, command: str) -> Iterator[dict[str, object]]:
+    """Measure the cases one after another, each (size, rank, sound) with its plain baseline first; a record a case."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not cases[0].tiny else torch.device("cpu")
+    baselines: dict[tuple, Mapping[str, float]] = {}
+    memory = HostMemory(pin=device.type == "cuda")
+    for case in cases:
+        key = (case.size, case.rank, case.family, case.audio)
+        if plain and key not in baselines:
+            baselines[key] = guarded(lambda: measure_plain(case, device))
+        record = guarded(lambda: measure_fast(case, device, memory))
+        base = baselines.get(key, {})
+        extra = {"plain_step_s": base.get("step_s"), "plain_device_gib": base.get("device_gib"), "plain_error": base.get("error"), "command": command}
+        found = {"size": case.size, "rank": case.rank, "family": case.family, "setting": case.setting, "card": card_name(device), **record, **extra}
+        if base.get("step_s") and record.get("step_s"):
+            found["times_plain"] = round(base["step_s"] / record["step_s"], 2)
+        yield {k: v for k, v in found.items() if v is not None}
+    memory.close()
+
+
+def guarded(measure: Callable[[], dict[str, object]]) -> dict[str, object]:
+    """A measurement, or what it failed of: one case too large does not lose the others."""
+    try:
+        return measure()
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        import traceback
+
+        return {"error": f"{type(error).__name__}: {error}"[:600], "where": traceback.format_exc()[-1000:]}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def card_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> dict[str, object]:
+    """The product's step."""
+    cap(case, device)
+    torch._dynamo.reset()
+    memory.reuse()
+    torch.manual_seed(0)
+    config, dtype = case.config(), torch.float32 if case.tiny else torch.bfloat16
+    started = time.perf_counter()
+    prefer_attention(case.attention, device)
+    model = fast_transformer(
+        config, case.engine(), quantization=case.quantization or None, audio=case.audio, device=device, dtype=dtype, memory=memory,
+    )  # fmt: skip
+    audio = model.has_audio
+    adapters = attach(model, LoraSection(rank=case.rank, alpha=case.rank), seed=0, streams=("video", "audio") if audio else ("video",))
+    synchronise(device)
+    ready = time.perf_counter() - started
+    step = TrainStep(model, strategy_of(audio), FlowMatchingSection(), config=config)
+    optimizer = OptimizationSection().build_optimizer(adapters.parameters())
+    found = timed(case, config, device, dtype, step, adapters.parameters(), optimizer, lambda: None)
+    engine = model.block_runner
+    model.block_runner = None
+    return {**found, "setup_s": round(ready, 1), "uploaded_gb": round(engine.store.uploaded / 1e9 / (case.steps + case.warmup), 2), "pinned_gib": round(memory.pinned / GIB, 2)}
+
+
+def measure_plain(case: StepCase, device: torch.device) -> dict[str, object]:
+    """The same step as peft, autocast, adaLN a token and torch's checkpoint do it, on the whole card."""
+    cap(replace(case, cap=0.0), device)
+    torch.manual_seed(0)
+    config, dtype = case.config(), torch.float32 if case.tiny else torch.bfloat16
+    prefer_attention("sdpa", device)
+    model = plain_transformer(config, audio=case.audio, device=device, dtype=dtype)
+    parameters = plain_adapter(model, case.rank, FAMILIES[case.family].target_modules)
+    step = TrainStep(per_token(model), strategy_of(model.has_audio), FlowMatchingSection(), config=config)
+    optimizer = OptimizationSection().build_optimizer(parameters)
+    autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")  # noqa: E731
+    return timed(replace(case, steps=min(3, case.steps), warmup=1, profile=False), config, device, dtype, step, parameters, optimizer, autocast)
+
+
+def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, optimizer, autocast) -> dict[str, object]:
+    """Median seconds of forward, backward, clipping and update, after warm-up; device and host memory at their highest."""
+    batch = random_batch(case, config, device, dtype)
+    losses, seconds, enqueued = [], [], []
+
+    def one(number: int) -> None:
+        with autocast() or _nothing():
+            out = step(batch, seed=0, step=number, slot=0)
+        out.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append((out.loss.detach(), norm))
+
+    started = time.perf_counter()
+    for number in range(case.warmup):
+        one(number)
+        if number == 0:
+            synchronise(device)
+            first = time.perf_counter() - started
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+    for number in range(case.steps):
+        synchronise(device)
+        start = time.perf_counter()
+        one(case.warmup + number)
+        enqueued.append(time.perf_counter() - start)
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    found = {
+        "step_s": round(statistics.median(seconds), 4), "fastest_s": round(min(seconds), 4), "slowest_s": round(max(seconds), 4),
+        "enqueue_s": round(statistics.median(enqueued), 4), "first_step_s": round(first, 1), "loss": round(losses[-1][0].item(), 4),
+        "grad_norm": float(f"{losses[-1][1].item():.3g}"), **memory_in_use(device),
+    }  # fmt: skip
+    if case.profile and device.type == "cuda":
+        found["profile"] = kernels(lambda: one(99))
+    return found
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error) -> None: ...
+
+
+def kernels(one: Callable[[], None]) -> dict[str, list[float]]:
+    """Milliseconds and launches of one step by kind of kernel, and the longest kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        one()
+        torch.cuda.synchronize()
+    kinds = (("attention", ("flash", "fmha", "cudnn", "sdpa")), ("gemm", ("gemm", "nvjet", "cutlass", "cublas", "splitK")), ("triton", ("triton",)), ("copy", ("Mem", "copy")))
+    by_kind: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
+    for event in record.events():
+        if event.device_type.name != "CUDA":
+            continue
+        kind = next((k for k, words in kinds if any(w in event.name for w in words)), "other")
+        for table, key in ((by_kind, kind), (by_name, event.name[:90])):
+            entry = table.setdefault(key, [0.0, 0])
+            entry[0] += event.device_time / 1e3
+            entry[1] += 1
+    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:25]
+    return {k: [round(v[0], 1), v[1]] for k, v in [*by_kind.items(), *longest]}
+
+
+def cap(case: StepCase, device: torch.device) -> None:
+    """Make the card a small one, if the case says so."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (case.cap - CONTEXT_GIB) * GIB / total) if case.cap else 1.0, device)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """device_gib: all that the card had in use at the highest point, context included. host_gib: anonymous and locked."""
+    import psutil
+
+    found = {"host_gib": round(psutil.Process().memory_info().rss / GIB, 2)}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)
+        found["device_gib"] = round((outside + torch.cuda.max_memory_reserved(device)) / GIB, 2)
+        found["allocated_gib"] = round(torch.cuda.max_memory_allocated(device) / GIB, 2)
+    return found
+
+
+def line(record: Mapping[str, object]) -> str:
+    """One JSON line."""
+    return json.dumps(record, default=str)

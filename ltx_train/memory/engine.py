@@ -1,0 +1,168 @@
+"""The block engine: runs every block of a frozen transformer from packed weights, compiled or not, whatever rests where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..models.linear import Linear
+from ..models.transformer import BlockOutput, LTXTransformer, run_block
+from .activations import CheckpointedBlocks
+from .compiling import CompiledBlock
+from .packing import Packing, expand_groups, group_of
+from .pinned import HostMemory
+from .saved import SavedTensors
+from .streaming import SLOTS, BlockStore
+from .working import BlockLoras
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the blocks run; chosen by ``network.py`` from the acceleration section and the plan.
+
+    resident: blocks whose weights stay on the device, None for all. compile: one graph for all blocks. budget: share of the
+    activations that is kept when compiled, 0 (block inputs alone) to 1; recompute: the same for blocks that are not
+    compiled, all or nothing, but for the last ``kept`` ones. offload: block inputs wait in host memory. float8: multiply
+    e4m3 weights as they are. pin_limit: bytes of host memory to page-lock at most.
+    """
+
+    resident: int | None = None
+    slots: int = SLOTS
+    compile: bool = False
+    budget: float = 0.0
+    recompute: bool = True
+    kept: int = 0
+    offload: bool = False
+    float8: bool = False
+    dropout: bool = False
+    backend: str = "inductor"
+    pin_limit: int | None = None
+
+
+class BlockEngine:
+    """Takes a transformer's blocks one by one into their resting places, then runs them as its ``block_runner``."""
+
+    def __init__(self, transformer: LTXTransformer, settings: EngineSettings, device: torch.device, dtype: torch.dtype, memory: HostMemory | None = None) -> None:
+        self.transformer, self.settings, self.device, self.dtype = transformer, settings, device, dtype
+        self.memory = memory or HostMemory(pin=device.type == "cuda", limit=settings.pin_limit)
+        self.packing: Packing | None = None
+        self.store: BlockStore | None = None
+        self.saved: SavedTensors | None = None
+        self.plain: Tensor | None = None
+        self.loras: list[BlockLoras] = []
+        self._adapted: tuple[nn.Module | None, ...] | None = None
+        self._expanded: int | None = None
+        self._expand = torch.compile(expand_groups, dynamic=False) if settings.compile and settings.backend == "inductor" else expand_groups
+        compiled = CompiledBlock(settings.budget, settings.backend) if settings.compile else None
+        layers = len(transformer.transformer_blocks)
+        if compiled is not None:
+            self.run: Callable[..., BlockOutput] = compiled
+        elif settings.recompute:
+            self.run = CheckpointedBlocks(self._turn, layers, settings.kept, settings.dropout, reentrant=settings.offload)
+        else:
+            self.run = self._turn
+        self.hooked = False
+
+    # -- taking the weights --
+    def take(self, index: int, block: nn.Module) -> None:
+        """Move block ``index``, whose weights are loaded, to where it rests. The first one tells the layout."""
+        if self.packing is None:
+            self._lay_out(block)
+        self.packing.take(block, self.store.rest(index), self.device)
+
+    def _lay_out(self, block: nn.Module) -> None:
+        s = self.settings
+        self.packing = Packing(block, self.dtype, native=s.float8)
+        size = self.packing.rest_bytes
+        self.store = BlockStore(len(self.transformer.transformer_blocks), size, self.device, resident=s.resident, slots=s.slots, memory=self.memory)
+        if self.packing.expands:
+            self.plain = torch.zeros(self.packing.plain_bytes, dtype=torch.uint8, device=self.device)
+        shared = [self.plain] if self.plain is not None else self.store.buffers() if self.store.streams else []
+        self.saved = SavedTensors(self.enter, shared, self.device, offload=s.offload, memory=self.memory)
+        self.hooked = bool(shared) or s.offload
+
+    def enter(self, index: int) -> Tensor:
+        """Block ``index``'s weights in place: uploaded, and expanded where they are quantised; the buffer they stand in."""
+        buffer = self.store.enter(index)
+        if self.plain is None:
+            return buffer
+        if self._expanded != index:
+            self.packing.expand(self.transformer.transformer_blocks[index], buffer, self.plain, self._expand)
+            self._expanded = index
+        return self.plain
+
+    # -- running --
+    def __call__(self, block, index, video, audio, video_inputs, audio_inputs, keep) -> BlockOutput:
+        if index == 0:
+            video, audio = self._begin(video, audio)
+        self.loras[index].load()
+        with self._hooks(index, video, audio):
+            out = self._enter_and_run(block, index, video, audio, video_inputs, audio_inputs, keep)
+        self.loras[index].unload() if self.settings.compile else None
+        if index == len(self.loras) - 1:
+            self.store.leave()
+        return out
+
+    def _hooks(self, index: int, video: Tensor | None, audio: Tensor | None) -> AbstractContextManager:
+        s = self.settings
+        recomputed = not s.compile and s.recompute and index < len(self.loras) - s.kept
+        if not self.hooked or not torch.is_grad_enabled() or (recomputed and not s.offload):
+            return nullcontext()  # a recomputed block saves its inputs alone, and enters its weights again by itself
+        return self.saved.of(index, video, audio)
+
+    def _enter_and_run(self, block, index, *inputs) -> BlockOutput:
+        if self.settings.compile:
+            self.enter(index)
+        return self.run(block, index, *inputs)
+
+    def _turn(self, block, index, *inputs) -> BlockOutput:
+        """A block that is not compiled: also what recomputing it does."""
+        self.enter(index)
+        return run_block(block, index, *inputs)
+
+    def _begin(self, video: Tensor | None, audio: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """A forward pass starts. Its first inputs ask for gradients like all others, so that one graph serves every block."""
+        self._group_layers()
+        self.saved.start()
+        if not torch.is_grad_enabled() or not any(loras.trained for loras in self.loras):
+            return video, audio
+        return tuple(t if t is None or t.requires_grad else t.detach().requires_grad_() for t in (video, audio))
+
+    # -- grouping layers and adapters --
+    def _group_layers(self) -> None:
+        """Join layers and their LoRAs into common products; again whenever adapters were put on or exchanged."""
+        blocks = self.transformer.transformer_blocks
+        adapted = tuple(layer.lora for block in blocks for layer in block.modules() if isinstance(layer, Linear))
+        if self._adapted is not None and all(a is b for a, b in zip(self._adapted, adapted)):
+            return
+        self._adapted = adapted
+        grouped = [self._groups_of(index, block) for index, block in enumerate(blocks)]
+        counts = [sum(BlockLoras.count(layers) for _, layers in groups) for groups in grouped]
+        trained = any(lora is not None and lora.A.requires_grad for lora in adapted)
+        master = torch.empty(sum(counts), dtype=torch.float32, device=self.device)
+        gradient = torch.zeros_like(master) if trained else None
+        parts = zip(master.split(counts), [None] * len(counts) if gradient is None else gradient.split(counts))
+        self.loras = [BlockLoras(groups, m, g, self.dtype) for groups, (m, g) in zip(grouped, parts)]
+
+    def _groups_of(self, index: int, block: nn.Module) -> list:
+        found = []
+        plain = self.store.at(index) if self.plain is None else self.plain
+        for packed, matrix in zip(self.packing.groups, self.packing.matrices(plain)):
+            layers = [block.get_submodule(member.name) for member in packed.members]
+            if not all(isinstance(layer, Linear) for layer in layers):
+                continue  # an adapter kind that computes its layers itself
+            group = layers[0].group or group_of(layers, self.dtype, self.settings.float8)
+            group.lora_scales = tuple(1.0 if layer.lora is None else layer.lora.scale for layer in layers)
+            group.ranks = tuple(0 if layer.lora is None else layer.lora.rank for layer in layers)
+            group.weight = matrix
+            layers[0].group = group
+            found.append((group, layers))
+        return found
+
+    def close(self) -> None:
+        """Give page-locked memory back."""
+        self.memory.close()

@@ -1,0 +1,116 @@
+"""Block streaming: weights that rest in pinned host memory pass through a ring of buffers, fetched ahead of their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .pinned import HostMemory
+
+SLOTS = 3
+"""Ring buffers: one in use, one ready, one filling."""
+
+
+def spread(layers: int, resident: int) -> frozenset[int]:
+    """Which blocks stay on the device when ``resident`` of them may: evenly spread, so that uploads are too."""
+    if resident >= layers:
+        return frozenset(range(layers))
+    return frozenset(int((j + 0.5) * layers / resident) for j in range(resident))
+
+
+class BlockStore:
+    """The byte buffers of all blocks: some on the device, the others in host memory.
+
+    ``enter(i)`` makes block i's bytes readable on the device in the fixed buffer ``at(i)`` and starts the next uploads;
+    the buffer is good until the turn of another block. Uploads run on their own stream in the order of a training step,
+    forward, then back; a block that comes out of order (a forward without backward) sets the order right again.
+    """
+
+    def __init__(self, layers: int, size: int, device: torch.device, *, resident: int | None = None, slots: int = SLOTS, memory: HostMemory | None = None) -> None:
+        self.layers, self.size, self.device = layers, size, device
+        self.resident = spread(layers, layers if resident is None else resident)
+        streamed = [i for i in range(layers) if i not in self.resident]
+        self.device_buffers = {i: torch.empty(size, dtype=torch.uint8, device=device) for i in sorted(self.resident)}
+        memory = memory or HostMemory(pin=device.type == "cuda")
+        self.host_buffers = {i: memory.take(size) for i in streamed}
+        self.ring = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(slots, len(streamed)))]
+        self.home = {i: number % len(self.ring) for number, i in enumerate(streamed)}
+        self.order = [*streamed, *reversed(streamed)]
+        self.position = 0
+        self.holds: list[int | None] = [None] * len(self.ring)
+        self.ready: list[torch.cuda.Event | None] = [None] * len(self.ring)
+        self.free: list[torch.cuda.Event | None] = [None] * len(self.ring)
+        self.current: int | None = None
+        self.uploaded = 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and streamed else None
+
+    @property
+    def streams(self) -> bool:
+        """Whether any block rests on the host."""
+        return bool(self.host_buffers)
+
+    def rest(self, index: int) -> Tensor:
+        """Where block ``index`` rests: fill it before the first step."""
+        return self.device_buffers[index] if index in self.resident else self.host_buffers[index]
+
+    def at(self, index: int) -> Tensor:
+        """Where block ``index`` stands when its turn comes: always the same buffer."""
+        return self.device_buffers[index] if index in self.resident else self.ring[self.home[index]]
+
+    def buffers(self) -> Iterable[Tensor]:
+        """All buffers on the device."""
+        return [*self.device_buffers.values(), *self.ring]
+
+    def enter(self, index: int) -> Tensor:
+        """Block ``index``'s bytes, readable by what is launched from now on."""
+        if self.current != index:
+            self.leave()
+            self.current = index
+            if index not in self.resident:
+                self._arrive(index)
+        return self.at(index)
+
+    def leave(self) -> None:
+        """What has been launched so far is the present block's last use in this turn."""
+        index, self.current = self.current, None
+        if index is None or index in self.resident:
+            return
+        if self.stream is not None:
+            self.free[self.home[index]] = torch.cuda.current_stream(self.device).record_event()
+        self.position += 1
+        self._fetch_ahead()
+
+    def _arrive(self, index: int) -> None:
+        while self.order[self.position % len(self.order)] != index:
+            self.position += 1
+        if self.holds[self.home[index]] != index:
+            self._fetch_ahead()
+        ready = self.ready[self.home[index]]
+        if ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(ready)
+
+    def _fetch_ahead(self) -> None:
+        """Start the uploads of the next blocks in order, as many as there are buffers; what is there is not sent again."""
+        wanted: list[int] = []
+        for offset in range(len(self.order)):
+            index = self.order[(self.position + offset) % len(self.order)]
+            if index not in wanted:
+                wanted.append(index)
+            if len(wanted) == len(self.ring):
+                break
+        for index in wanted:
+            slot = self.home[index]
+            if self.holds[slot] == index:
+                continue
+            self.holds[slot] = index
+            self.uploaded += self.size
+            if self.stream is None:
+                self.ring[slot].copy_(self.host_buffers[index])
+                continue
+            with torch.cuda.stream(self.stream):
+                if self.free[slot] is not None:
+                    self.stream.wait_event(self.free[slot])
+                self.ring[slot].copy_(self.host_buffers[index], non_blocking=True)
+                self.ready[slot] = self.stream.record_event()

@@ -1,0 +1,200 @@
+"""Packed, streamed, expanded, compiled and offloaded blocks: the same outputs and LoRA gradients as the plain network."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ltx_train.geometry import AudioGrid, VideoGrid
+from ltx_train.lora.adapters import LoraSection, attach
+from ltx_train.memory.engine import BlockEngine, EngineSettings
+from ltx_train.memory.quantization import QUANTIZERS, quantize_linears
+from ltx_train.memory.streaming import BlockStore, spread
+from ltx_train.models.families import TransformerConfig
+from ltx_train.models.linear import lora_disabled
+from ltx_train.models.modality import Modality
+from ltx_train.models.transformer import LTXTransformer
+
+CPU = torch.device("cpu")
+CONFIG = TransformerConfig(
+    num_layers=3, num_attention_heads=4, attention_head_dim=32, in_channels=8, out_channels=8, cross_attention_dim=128, caption_channels=None,
+    audio_num_attention_heads=4, audio_attention_head_dim=32, audio_in_channels=16, audio_out_channels=16, audio_cross_attention_dim=128,
+    gated_attention=True, cross_attention_adaln=True, prompt_adaln_single=True,
+)  # fmt: skip
+PLAIN = EngineSettings(recompute=False)
+
+
+def modalities(frames: int = 2, steps: int = 6) -> tuple[Modality, Modality]:
+    g = torch.Generator().manual_seed(4)
+    randn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+    grid, sound, sigma = VideoGrid(frames, 2, 2), AudioGrid(steps), torch.tensor([0.7])
+    index = (torch.arange(grid.tokens) >= 4).long().unsqueeze(0)
+    rows = torch.tensor([[0.0, 0.7]])
+    video = Modality(randn(1, grid.tokens, 8), sigma, rows[0][index], grid.positions().unsqueeze(0), randn(1, 5, 128), timestep_rows=rows, row_index=index)
+    audio = Modality(randn(1, steps, 16), sigma, sigma.expand(1, steps), sound.positions().unsqueeze(0), randn(1, 5, 128), timestep_rows=sigma.unsqueeze(1))
+    return video, audio
+
+
+def network(quantization: str | None = None, dtype: torch.dtype = torch.float32) -> LTXTransformer:
+    torch.manual_seed(3)
+    model = LTXTransformer(CONFIG).requires_grad_(False).eval().to(dtype)
+    if quantization:
+        quantize_linears(model, QUANTIZERS[quantization]())
+    return model
+
+
+def adapt(model: LTXTransformer, **section) -> list[torch.nn.Parameter]:
+    adapters = attach(model, LoraSection(rank=4, alpha=6, **section), seed=0)
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in adapters.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=g))
+    return adapters.parameters()
+
+
+def engaged(model: LTXTransformer, settings: EngineSettings, dtype: torch.dtype = torch.float32) -> BlockEngine:
+    engine = BlockEngine(model, settings, CPU, dtype)
+    for index, block in enumerate(model.transformer_blocks):
+        engine.take(index, block)
+    model.block_runner = engine
+    return engine
+
+
+def trained(model: LTXTransformer, parameters, inputs=None, times: int = 1):
+    """Outputs, and gradients summed over ``times`` forward and backward passes."""
+    for _ in range(times):
+        v, a = model(*(inputs or modalities()))
+        (v.float().square().sum() + a.float().square().sum()).backward()
+    grads = [p.grad.clone() for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return (v.detach(), a.detach()), grads
+
+
+_expected: dict = {}
+
+
+def both(settings: EngineSettings, quantization: str | None = None, **section):
+    key = (quantization, str(section))
+    if key not in _expected:
+        plain = network(quantization)
+        _expected[key] = trained(plain, adapt(plain, **section), times=2)
+    expected, fast = _expected[key], network(quantization)
+    engine = engaged(fast, settings)
+    parameters = adapt(fast, **section)
+    found = trained(fast, parameters, times=2)
+    return expected, found, engine, fast, parameters
+
+
+def assert_same(expected, found, rtol: float = 2e-5) -> None:
+    for a, b in zip((*expected[0], *expected[1]), (*found[0], *found[1])):
+        assert a.norm() > 0
+        assert (a - b).norm() <= rtol * a.norm()
+
+
+COMPILED = EngineSettings(compile=True, backend="aot_eager_decomp_partition")
+CASES = {
+    "packed": (PLAIN, None),
+    "quantised, kept in part": (EngineSettings(kept=1), "int8"),
+    "packed bits, recomputed": (EngineSettings(), "int4-quanto"),
+    "streamed, nothing recomputed": (replace(PLAIN, resident=0, slots=2), None),
+    "part streamed, kept in part": (EngineSettings(resident=1, slots=2, kept=1), "int8"),
+    "streamed and offloaded": (EngineSettings(resident=0, slots=2, offload=True), "int8"),
+    "compiled, budget": (replace(COMPILED, budget=0.4), None),
+    "compiled, streamed": (replace(COMPILED, resident=0, slots=2), None),
+    "compiled, quantised, streamed, offloaded": (replace(COMPILED, resident=1, slots=2, offload=True), "int8"),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_outputs_and_gradients(case):
+    settings, quantization = CASES[case]
+    expected, found, engine, _, _ = both(settings, quantization)
+    assert_same(expected, found)
+    assert (engine.plain is not None) == (quantization is not None)
+
+
+@pytest.mark.parametrize("section", [
+    {"target_modules": ["to_q", "to_v"]}, {"target_modules": ["re:.*attn1.to_k$", "ff"], "rank_pattern": {"to_k": 2}}, {"kind": "rslora"},
+    {"target_modules": ["to_k", "patchify_proj", "to_gate_logits"]},
+])  # fmt: skip
+def test_any_choice_of_layers(section):
+    assert_same(*both(EngineSettings(resident=1), "int8", **section)[:2])
+
+
+def test_one_graph_for_all_blocks_and_sizes():
+    model = network()
+    engaged(model, COMPILED)
+    parameters = adapt(model)
+    torch._dynamo.utils.counters.clear()
+    trained(model, parameters)
+    trained(model, parameters, modalities(frames=4, steps=9))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_streamed_weights_and_expansions_are_not_kept_alive():
+    """Saved for backward is nothing that stands in a shared buffer: those would be overwritten or held."""
+    model = network("int8")
+    engine = engaged(model, replace(COMPILED, resident=0, slots=2))
+    parameters = adapt(model)
+    packed = []
+    original = engine.saved._pack
+    engine.saved._pack = lambda t: packed.append(original(t)) or packed[-1]
+    v, a = model(*modalities())
+    shared = {engine.plain.untyped_storage().data_ptr(), *(b.untyped_storage().data_ptr() for b in engine.store.buffers())}
+    assert any(not isinstance(p, torch.Tensor) for p in packed)
+    assert not any(p.untyped_storage().data_ptr() in shared for p in packed if isinstance(p, torch.Tensor))
+    (v.sum() + a.sum()).backward()
+    assert all(p.grad is not None for p in parameters)
+
+
+def test_the_base_alone_and_back():
+    model = network("int8")
+    with torch.no_grad():
+        base = model(*modalities())
+        engaged(model, EngineSettings(resident=2))
+        parameters = adapt(model)
+        lora = model(*modalities())
+        with lora_disabled(model):
+            again = model(*modalities())
+        torch.testing.assert_close(again[0], base[0], rtol=1e-4, atol=1e-5)
+        assert (lora[0] - base[0]).norm() > 1e-3 * base[0].norm()
+        parameters[0].add_(1.0)
+        assert (model(*modalities())[0] - lora[0]).norm() > 0
+
+
+def test_each_pass_uploads_what_the_ring_does_not_hold():
+    store = BlockStore(6, 512, CPU, resident=0, slots=3)
+    for index in range(6):
+        store.rest(index).fill_(index)
+    for _ in range(3):
+        for index in [*range(6), *reversed(range(6))]:
+            assert bool((store.enter(index) == index).all())
+        store.leave()
+    assert store.uploaded <= 512 * (6 + 3 * (12 - 3) - 3 + 3)
+    for index in [0, 1, 2, 0, 5, 3]:  # out of order
+        assert bool((store.enter(index) == index).all())
+
+
+def test_spread():
+    assert spread(48, 48) == frozenset(range(48))
+    assert spread(48, 0) == frozenset()
+    for count in (1, 7, 20, 47):
+        assert len(spread(48, count)) == count
+
+
+def test_fp8_products_are_near_the_plain_ones():
+    """6e-2 is the issue's limit for fp8 products; the rounding of weights alone gives about 2.5e-2."""
+    plain = network()
+    expected = trained(plain, adapt(plain))
+    fast = network("fp8")
+    engaged(fast, EngineSettings(float8=True, resident=1))
+    found = trained(fast, adapt(fast))
+    for a, b in zip((*expected[0],), (*found[0],)):
+        assert 1e-4 < (a - b).norm() / a.norm() < 6e-2
