@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from .contexts import ContextStore
 from .data.dataset import Batch, Batches, TrainingDataset, open_dataset
 from .data.sampler import BucketSampler, Stage
 from .errors import ConfigError, DataError
+from .held_out import HeldOut, Portion, split
 from .lora.adapters import AdapterSet, attach
 from .lora.files import base_shapes, read_lora, self_check, warm_start, write_lora
 from .lora.metadata import LoraMetadata
+from .memory.activations import checkpoint_activations
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer
 from .network import load_network
@@ -29,25 +31,18 @@ from .runs.model_card import ModelCard
 from .training.ema import Ema
 from .training.flow_matching import ModalityBalance
 from .training.full import FullWeights
-from .training.parallel import Parallel
+from .training.parallel import Parallel, keep_global_batch
+from .training.sharded import ShardedWeights, check_sharded, load_sharded
+from .training.snapshots import last_state
 from .training.step import StepOutput, TrainStep
+from .training.trainable import Trainable
 
 if TYPE_CHECKING:
     from .validation import Validator
 
 
-class Trainable(Protocol):
-    """The weights that a run trains: an adapter, or the whole transformer."""
-
-    def parameters(self) -> list[nn.Parameter]: ...
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
-    def write(self, path: Path, step: int) -> int:
-        """Save the result file, open it again and check it; the number of its modules."""
-
-
 @dataclass
-class LoraResult:
+class LoraResult(Trainable):
     """An adapter set that knows what to say about itself in its file."""
 
     adapters: AdapterSet
@@ -55,14 +50,8 @@ class LoraResult:
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, int]]
 
-    def parameters(self) -> list[nn.Parameter]:
-        return self.adapters.parameters()
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return self.adapters.named_parameters()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.adapters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.adapters.load_state_dict(state)
@@ -92,6 +81,11 @@ class Feed:
         return self.sampler.epoch_samples()
 
     @property
+    def accumulation(self) -> int:
+        """Micro-steps of one optimizer step."""
+        return self.sampler.accumulation
+
+    @property
     def global_batch(self) -> int:
         """Samples of one optimizer step over all ranks."""
         return self.sampler.batch_size * self.sampler.accumulation * self.parallel.world
@@ -112,12 +106,13 @@ class Parts:
 
     data: Feed
     step: TrainStep
-    trainable: LoraResult | FullWeights
+    trainable: Trainable
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema: Ema | None
     validator: Validator | None
     identity: dict[str, str]
+    held_out: HeldOut | None = None
 
 
 def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts:
@@ -140,34 +135,42 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         index=config.data.index, directories=strategy.directories(),
     )  # fmt: skip
     check_family(dataset, checkpoint)
+    dataset, held = hold_out(config, strategy, checkpoint, dataset, live)
+    check_prior(config, dataset)
     strategy = settle_sound(strategy, dataset, checkpoint, live)
     streams = strategy.streams().present
     codec = engine_codec(checkpoint, config.acceleration, parallel.device)
     known = texts_of(dataset)
+    empty = dataset.empty_text()
+    if config.data.caption_dropouts and empty is None and checkpoint.has("text_encoder"):
+        texts, empty = [*texts, ""], text_key("")  # a cache of another tool: the empty caption is encoded now
     features = encode_texts([t for t in texts if t not in known], codec)
     prepared = prepare_samples(validation, checkpoint, codec, lambda text: known.get(text, text_key(text)), condition_warning(live)) if validation is not None else []
     codec.release()
+    apart = set(held.text_keys()) - set(dataset.text_keys()) if held is not None else set()
     needed = {key for p in prepared if p is not None for key in (p.positive, p.negative)}
     wanted = set(streams) | {s for p in prepared if p is not None for s in p.streams}
     contexts = ContextStore(
-        checkpoint, lambda key: features[key] if key in features else dataset.features(key), video="video" in wanted, audio="audio" in wanted,
+        checkpoint, lambda key: features[key] if key in features else (held.features(key) if key in apart else dataset.features(key)), video="video" in wanted, audio="audio" in wanted,
         device=parallel.device, dtype=config.acceleration.compute_dtype(parallel.device),
     )  # fmt: skip
     with live.phase("text contexts"):
-        empty = [key for key in (dataset.empty_text(),) if key is not None and config.data.caption_dropout > 0]
-        contexts.prepare([*dataset.text_keys(), *empty, *sorted(needed)], lambda done, total: live.progress("text contexts", done, total, unit="captions"))
-    feed = build_feed(config, strategy, dataset, contexts, live, parallel)
+        dropped = [empty] if empty is not None and config.data.caption_dropouts else []
+        contexts.prepare([*dataset.text_keys(), *dropped, *sorted(needed | apart)], lambda done, total: live.progress("text contexts", done, total, unit="captions"))
+    feed = build_feed(config, strategy, dataset, contexts, live, parallel, empty)
     with live.phase("load the model"):
-        transformer = load_network(
-            checkpoint, config.acceleration, parallel.device, streams=streams, live=live, dropout=config.lora is not None and config.lora.dropout > 0,
-            recompute=config.acceleration.checkpoints_activations(config.optimization.enable_gradient_checkpointing),
-        )  # fmt: skip
-        trainable = build_trainable(config, strategy, checkpoint, transformer, dataset, live)
-    parallel.share(trainable.parameters())
+        recompute = config.acceleration.checkpoints_activations(config.optimization.enable_gradient_checkpointing)
+        if config.model.training_mode == "full" and parallel.world > 1:
+            transformer = load_shards(config, checkpoint, parallel, streams, recompute)
+        else:
+            dropout = config.lora is not None and config.lora.dropout > 0
+            transformer = load_network(checkpoint, config.acceleration, parallel.device, streams=streams, live=live, dropout=dropout, recompute=recompute)
+        trainable = build_trainable(config, strategy, checkpoint, transformer, dataset, live, parallel)
+    trainable.share(parallel)
     balance = ModalityBalance(config.flow_matching, parallel.device)
-    step = TrainStep(transformer, strategy, config.flow_matching, config=checkpoint.transformer, balance=balance)
     ema = config.optimization.ema
     base = trainable.adapters.disabled if isinstance(trainable, LoraResult) else nullcontext
+    step = TrainStep(transformer, strategy, config.flow_matching, config=checkpoint.transformer, balance=balance, base=base)
     return Parts(
         data=feed,
         step=step,
@@ -179,7 +182,29 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
             validation, checkpoint, prepared, contexts, codec, transformer, base=base, offload_optimizer=config.acceleration.offload_optimizer_during_validation
         ) if validation is not None else None,
         identity=identity_of(config, checkpoint, dataset),
+        held_out=HeldOut(held, contexts, step, parallel.device, base=base if isinstance(trainable, LoraResult) else None) if held is not None else None,
     )
+
+
+def hold_out(
+    config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, dataset: TrainingDataset, live: LiveRun
+) -> tuple[TrainingDataset, TrainingDataset | None]:
+    """(what is trained on, what the held-out loss is measured on or None): another dataset, or a share of this one."""
+    section = config.data
+    if section.held_out_root:
+        other = open_dataset(
+            Path(section.held_out_root), factors=checkpoint.video_factors, audio_grid=checkpoint.audio_grid if checkpoint.family.audio else None,
+            directories=strategy.directories(),
+        )  # fmt: skip
+        check_family(other, checkpoint)
+        return dataset, other
+    if section.held_out_share == 0:
+        return dataset, None
+    trained, held = split(dataset, section.held_out_share)
+    if not held:
+        live.warn("held_out.too_few", "There are too few clips to keep any out of training.", "data.held_out_share needs at least two files.")
+        return dataset, None
+    return Portion(dataset, trained), Portion(dataset, held)
 
 
 def check_family(dataset: TrainingDataset, checkpoint: Checkpoint) -> None:
@@ -190,6 +215,15 @@ def check_family(dataset: TrainingDataset, checkpoint: Checkpoint) -> None:
         raise DataError(
             "cache.family", f"The cache was made for {made_for}; the model is {checkpoint.family.name}.",
             "Their latents and text features differ: preprocess the dataset again with this model.",
+        )  # fmt: skip
+
+
+def check_prior(config: TrainConfig, dataset: TrainingDataset) -> None:
+    """Refuse clips that train towards the base model's prediction where the base model itself is changed."""
+    if config.model.training_mode == "full" and getattr(dataset, "has_prior", bool)():
+        raise ConfigError(
+            "full.prior", "Prior preservation needs the base model, which full fine-tuning changes.",
+            "Set regularisation: plain for that source, or train a LoRA.",
         )  # fmt: skip
 
 
@@ -225,20 +259,20 @@ def texts_of(dataset: TrainingDataset) -> Mapping[str, str]:
 
 
 def build_feed(
-    config: TrainConfig, strategy: TrainingStrategySection, dataset: TrainingDataset, contexts: ContextStore, live: LiveRun, parallel: Parallel
+    config: TrainConfig, strategy: TrainingStrategySection, dataset: TrainingDataset, contexts: ContextStore, live: LiveRun, parallel: Parallel, empty_text: str | None = None
 ) -> Feed:
     """The sampler and the batches; the mode is checked against the first clip's size."""
     optimization = config.optimization
     stages = [Stage(s.from_step, s.max_tokens) for s in config.data.stages]
     sampler = BucketSampler(
-        dataset.units(), batch_size=optimization.batch_size, accumulation=optimization.gradient_accumulation_steps, seed=config.seed, stages=stages
+        dataset.units(), batch_size=optimization.batch_size, accumulation=settled_accumulation(config, live, parallel), seed=config.seed, stages=stages
     )
     for group, size in sampler.small_groups.items():
         live.warn("data.small_group", f"The bucket {group} has {size} samples for a batch of {sampler.batch_size}: they repeat within a batch.")
     streams = strategy.streams().present
     batches = Batches(
         dataset, sampler, contexts, workers=config.data.num_dataloader_workers, rank=parallel.rank, world=parallel.world,
-        caption_dropout=config.data.caption_dropout, with_audio="audio" in streams,
+        caption_dropout=config.data.caption_dropouts, with_audio="audio" in streams, empty_text=empty_text,
     )  # fmt: skip
     first = batches.get(0, 0)
     grids = {m: latents.grid for m in streams if (latents := getattr(first, m)) is not None}
@@ -246,12 +280,43 @@ def build_feed(
     return Feed(batches, sampler, parallel)
 
 
+def settled_accumulation(config: TrainConfig, live: LiveRun, parallel: Parallel) -> int:
+    """Micro-steps of an optimizer step: as set, or what keeps the global batch of a run that another number of processes began."""
+    known = last_state(live.dir.path) if parallel.is_main else None
+    before = parallel.broadcast_object(None if known is None else known["global_batch"])
+    section = config.optimization
+    settled = keep_global_batch(section.gradient_accumulation_steps, section.batch_size, parallel.world, before)
+    if settled.message:
+        live.warn("distributed.global_batch", settled.message, settled.hint)
+    return settled.accumulation
+
+
+def load_shards(config: TrainConfig, checkpoint: Checkpoint, parallel: Parallel, streams: Sequence[str], recompute: bool) -> LTXTransformer:
+    """The transformer in shards over the ranks, for full fine-tuning. Raises ConfigError for what cannot be trained so."""
+    section = config.acceleration
+    source = checkpoint.source("transformer")
+    stored = any(source.format(name) is not None for name in source.keys())
+    dtype = section.compute_dtype(parallel.device)
+    check_sharded(config.optimization.optimizer_type, dtype, quantization=section.quantization, stored_quantised=stored)
+    transformer = load_sharded(checkpoint, parallel, dtype=dtype, video="video" in streams, audio="audio" in streams)
+    if recompute:
+        checkpoint_activations(transformer, kept=section.keep_activations_of)
+    return transformer
+
+
 def build_trainable(
-    config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, transformer: LTXTransformer, dataset: TrainingDataset, live: LiveRun
-) -> LoraResult | FullWeights:
+    config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, transformer: LTXTransformer, dataset: TrainingDataset, live: LiveRun,
+    parallel: Parallel,
+) -> Trainable:  # fmt: skip
     """The adapter (or all weights), warm-started where a checkpoint is given."""
     if config.model.training_mode == "full":
-        return FullWeights(transformer, checkpoint, config.checkpoints.dtype)
+        dtype = config.checkpoints.dtype
+        weights = FullWeights(transformer, checkpoint, dtype) if parallel.world == 1 else ShardedWeights(transformer, checkpoint, dtype, parallel)
+        if config.model.load_checkpoint:
+            path = newest_weights(Path(config.model.load_checkpoint).expanduser())
+            weights.warm_start(path)
+            live.warn("full.warm_start", f"Started from {path.name}.")
+        return weights
     shapes = base_shapes(transformer)
     adapters = attach(transformer, config.lora, seed=config.seed, streams=strategy.streams().present)
     for pattern in adapters.unmatched_targets:
@@ -296,7 +361,7 @@ def data_fingerprint(dataset: TrainingDataset) -> str:
     """16 hex digits over what the dataset is: the cache keys of every entry, or the official files' names."""
     manifest = getattr(dataset, "manifest", None)
     if manifest is not None:
-        return digest([[e.id, e.text, e.video, e.audio, dict(e.roles), e.repeats, e.weight] for e in manifest.entries])
+        return digest([[e.id, e.text, e.video, e.audio, dict(e.roles), e.repeats, e.weight, e.regularisation] for e in manifest.entries])
     return digest([len(dataset), *dataset.text_keys()])
 
 
@@ -310,8 +375,7 @@ def identity_of(config: TrainConfig, checkpoint: Checkpoint, dataset: TrainingDa
 
 def per_modality(out: StepOutput) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Loss, sigma and counts [B] of each stream that has a loss, as :class:`StepMeter` takes them."""
-    rows = {"video": (out.video_loss, out.video_sigma, out.video_counts), "audio": (out.audio_loss, out.audio_sigma, out.audio_counts)}
-    return {name: row for name, row in rows.items() if row[0] is not None}
+    return out.per_modality()
 
 
 def model_card(config: TrainConfig, live: LiveRun, step: int) -> ModelCard:

@@ -352,7 +352,7 @@ def preprocess(
 
     required: roles every clip must have. roles: roles to encode (None: all that are there).
     """
-    texts = list(dict.fromkeys([*texts, *([""] if section.caption_dropout > 0 else [])]))
+    texts = list(dict.fromkeys([*texts, *([""] if section.caption_dropouts else [])]))
     with report.phase("look at the dataset"):
         planned = report_on(section, target, required, lambda done, total: report.progress("look at the dataset", done, total, unit="clips"), with_audio)
     usable_or_raise(planned)

@@ -68,10 +68,15 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
+def writing_order(tensors: Mapping[str, Tensor | Lazy]) -> list[str]:
+    """The order that tensors are made and written in: wide dtypes first, which keeps all aligned, then by name."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | Lazy], metadata: Mapping[str, str] | None = None) -> Written:
     """Write the safetensors layout to an open file, one tensor in memory at a time."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # wide dtypes first keeps all aligned
+    order = writing_order(tensors)
     offset = 0
     for name in order:
         size = tensors[name].dtype.itemsize

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +15,17 @@ from torch import Tensor
 from .config import TrainConfig
 from .errors import DataError, LtxTrainError, RunError, StopRequested
 from .parts import Parts, build_parts, model_card, per_modality
-from .runs.events import LoraEvent, SampleEvent, SnapshotEvent, StepEvent
+from .runs.events import LoraEvent, SampleEvent, SnapshotEvent, StatisticsEvent, StepEvent
 from .runs.live import LiveRun
-from .runs.publish import Publishers, push_to_hub
+from .runs.publish import Publishers, push_to_hub, statistics
 from .training.ema import finished_weights
-from .training.metrics import RunningMean, StepMeter, StepSummary, summarise
+from .training.metrics import RunMeter, RunningMean, StepMeter, StepSummary, summarise
 from .training.optim import set_learning_rate
 from .training.optim_state import optimizer_state, restore_optimizer
 from .training.parallel import Parallel
 from .training.randomness import key_of
 from .training.snapshots import load_snapshot, newest_valid, retain, save_snapshot, snapshot_path
+from .training.trainable import GradientNorms, clip_gradients
 
 MAX_BAD_STEPS = 5
 """So many steps with a non-finite loss or gradient in a row end the run, with the last good snapshot kept."""
@@ -59,6 +62,11 @@ class _Seen:
     ids: tuple[str, ...]
     rows: dict[str, tuple[Tensor, Tensor, Tensor]]
 
+    def named(self) -> list[str]:
+        """Every sample with its noise levels."""
+        levels = lambda n: ", ".join(f"{m} sigma {float(sigma[n]):.3f}" for m, (_, sigma, _) in self.rows.items() if m != "regularisation")  # noqa: E731
+        return [f"{name} ({levels(index)})" for index, name in enumerate(self.ids)]
+
     def broken(self) -> list[str]:
         """Samples whose loss is not finite, each with its noise level."""
         found = []
@@ -78,8 +86,9 @@ class Trainer:
         self.mean = RunningMean()
         self.bad_steps = 0
         self.seen: list[_Seen] = []
-        self.saved_at = self.lora_at = self.sampled_at = -1
+        self.saved_at = self.lora_at = self.sampled_at = self.held_out_at = -1
         self.publishers: Publishers | None = None
+        self.meter, self.started = RunMeter(), time.monotonic()
         self.dropout = config.lora is not None and config.lora.dropout > 0
         self.epoch_size = max(1, parts.data.epoch_samples)
 
@@ -88,6 +97,8 @@ class Trainer:
         """Restore, then step until the end or a stop; a last snapshot and LoRA are always written."""
         total = self.config.optimization.steps
         self.restore()
+        if self.parts.held_out is not None:
+            self.parts.held_out.resume(self.live.dir.events().events, self.step)
         if self.live.is_main:
             settings = self.config.model_dump(mode="json")
             self.publishers = Publishers.open(self.live.dir, logging=self.config.logging, wandb=self.config.wandb, config=settings, start_step=self.step)
@@ -104,6 +115,7 @@ class Trainer:
                         self.boundary()
         except StopRequested:
             self.save("stop")
+            self.statistics()
             raise
         except DataError:
             if self.parallel.world == 1:  # several ranks cannot save together when one of them has failed
@@ -134,6 +146,7 @@ class Trainer:
         """The last snapshot, LoRA and preview; then the publishers are told."""
         self.save("end")
         self.validate()
+        self.statistics()
         if self.publishers is not None:
             self.publishers.close()
             if self.config.hub.push_to_hub:
@@ -146,24 +159,25 @@ class Trainer:
         """Accumulate, average over ranks, check, clip, update; then report."""
         timing = _Timing(time.monotonic())
         meter = self.accumulate(timing)
-        self.parallel.average_gradients(self.parameters)
-        norm = self.clip()
+        self.parts.trainable.average_gradients(self.parallel)
+        norms = self.clip()
         summary = summarise(self.add_over_ranks(meter.tensor()), self.parallel.world)
-        grad_norm = float(norm)
-        if self.is_bad(summary, grad_norm):
-            self.skip(summary, grad_norm)
+        grad_norm = float(norms.total)
+        bad = self.is_bad(summary, grad_norm)
+        if bad:
+            self.skip(summary, norms)
         else:
             self.bad_steps = 0
             self.update()
             nan = float("nan")
             self.parts.step.balance.update(nan if summary.video_loss is None else summary.video_loss, nan if summary.audio_loss is None else summary.audio_loss)
-        self.report(summary, grad_norm, timing)
+        self.report(summary, grad_norm, timing, skipped=bad)
 
     def accumulate(self, timing: _Timing) -> StepMeter:
         """Forward and backward of this rank's micro-batches, gradients summed to their mean."""
         meter = StepMeter()
         self.seen.clear()
-        accumulation = self.config.optimization.gradient_accumulation_steps
+        accumulation = self.parts.data.accumulation
         for micro in range(accumulation):
             waited = time.monotonic()
             item = self.parts.data.batch(self.step, micro)
@@ -172,6 +186,7 @@ class Trainer:
                 torch.manual_seed(key_of(self.config.seed, self.step, item.slots[0], "dropout"))
             out = self.parts.step(item.batch, seed=self.config.seed, step=self.step, slot=item.slots)
             self.parts.scaler.scale(out.loss / accumulation).backward()
+            self.parts.trainable.take_gradients()
             rows = per_modality(out)
             meter.add(out.loss, rows)
             self.seen.append(_Seen(item.batch.ids, rows))
@@ -179,11 +194,10 @@ class Trainer:
             self.live.stop.check() if self.parallel.world == 1 else None
         return meter
 
-    def clip(self) -> Tensor:
-        """Scale the gradients down to max_grad_norm (0: never); the norm before, still on the device."""
+    def clip(self) -> GradientNorms:
+        """Scale the gradients down to max_grad_norm (0: never); the norms before, still on the device."""
         self.parts.scaler.unscale_(self.parts.optimizer)
-        limit = self.config.optimization.max_grad_norm
-        return torch.nn.utils.clip_grad_norm_(self.parameters, limit if limit > 0 else float("inf"))
+        return clip_gradients(self.parts.trainable, self.config.optimization.max_grad_norm)
 
     def add_over_ranks(self, values: Tensor) -> Tensor:
         if self.parallel.world == 1:
@@ -196,6 +210,7 @@ class Trainer:
         self.parts.scaler.step(self.parts.optimizer)
         self.parts.scaler.update()
         self.parts.optimizer.zero_grad(set_to_none=True)
+        self.parts.trainable.publish()
         self.step += 1
         if self.parts.ema is not None:
             self.parts.ema.update(self.step)
@@ -205,7 +220,7 @@ class Trainer:
         finite = torch.isfinite(torch.tensor([summary.loss, grad_norm])).tolist()
         return not finite[0] or (not finite[1] and not self.parts.scaler.is_enabled())
 
-    def skip(self, summary: StepSummary, grad_norm: float) -> None:
+    def skip(self, summary: StepSummary, norms: GradientNorms) -> None:
         """A bad step: the optimizer does not move; the samples are named; damaged weights are rolled back; too many end the run."""
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.parts.scaler.update()
@@ -216,7 +231,7 @@ class Trainer:
         self.live.warn(
             "step.not_finite",
             f"Step {self.step + 1} is skipped: its {what} is not finite (sample {shown}).",
-            f"loss {summary.loss}, gradient norm {grad_norm}; samples: {'; '.join(named)}. {self.bad_steps} of {MAX_BAD_STEPS} such steps in a row.",
+            f"loss {summary.loss}, gradient norm {float(norms.total)}{self.damaged(norms)}; samples: {'; '.join(named)}. {self.bad_steps} of {MAX_BAD_STEPS} such steps in a row.",
         )
         if not self.weights_finite():
             self.rollback()
@@ -229,15 +244,20 @@ class Trainer:
         self.step += 1
 
     def suspects(self, what: str) -> list[str]:
-        """The samples of the step whose loss is not finite; where all losses are finite (a gradient is not), all of them."""
+        """The samples of the step whose loss is not finite, with their noise levels; where only a gradient is not, all of them."""
         broken = [name for seen in self.seen for name in seen.broken()] if what == "loss" else []
         gathered = list(dict.fromkeys(name for part in self.parallel.gather(broken) for name in part))
-        everyone = [name for part in self.parallel.gather([n for seen in self.seen for n in seen.ids]) for name in part]
+        everyone = [name for part in self.parallel.gather([n for seen in self.seen for n in seen.named()]) for name in part]
         return gathered or list(dict.fromkeys(everyone))
 
+    def damaged(self, norms: GradientNorms) -> str:
+        """The tensors whose gradient is not finite, in words; nothing where that is all of them."""
+        names = norms.not_finite(list(self.parts.trainable.named_parameters()))
+        return "" if len(names) in (0, len(self.parameters)) else f" ({len(names)} of {len(self.parameters)} tensors, first {names[0]})"
+
     def weights_finite(self) -> bool:
-        """Whether every trained number is finite (one wait for the device)."""
-        return bool(torch.stack([torch.isfinite(p.detach()).all() for p in self.parameters]).all())
+        """Whether every trained number of every rank is finite (one wait for the device)."""
+        return not self.parallel.any(not bool(torch.stack([torch.isfinite(p.detach()).all() for p in self.parameters]).all()))
 
     def rollback(self) -> None:
         """Take the weights and optimizer of the newest snapshot; without one the run cannot go on."""
@@ -251,13 +271,15 @@ class Trainer:
         self.load_tensors(snapshot)
         self.live.warn("step.rolled_back", f"The weights of step {snapshot.step} were taken back.", "The optimizer state too; the data go on.")
 
-    def report(self, summary: StepSummary, grad_norm: float, timing: _Timing) -> None:
+    def report(self, summary: StepSummary, grad_norm: float, timing: _Timing, skipped: bool = False) -> None:
         """One step event, and the trackers."""
         total, seconds = self.config.optimization.steps, time.monotonic() - timing.started
         finite = summary.loss == summary.loss
         average = self.mean.add(summary.loss) if finite else self.mean.mean
         bins = {f"{m} {name}": value for m, rows in summary.sigma_bins.items() for name, value in rows.items()}
         cuda = self.parallel.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.parallel.device) if cuda else 0
+        self.meter.add(seconds=seconds, waiting=timing.data, tokens=timing.tokens, peak=peak, skipped=skipped)
         event = StepEvent(
             step=self.step,
             total=total,
@@ -265,6 +287,7 @@ class Trainer:
             loss_average=average,
             video_loss=summary.video_loss,
             audio_loss=summary.audio_loss,
+            regularisation_loss=summary.regularisation_loss,
             sigma_loss=bins or None,
             learning_rate=self.config.optimization.lr_at(max(0, self.step - 1)),
             grad_norm=grad_norm,
@@ -273,7 +296,7 @@ class Trainer:
             eta=(total - self.step) * seconds,
             tokens=timing.tokens,
             epoch=self.step * self.parts.data.global_batch / self.epoch_size,
-            peak_memory=torch.cuda.max_memory_allocated(self.parallel.device) if cuda else None,
+            peak_memory=peak if cuda else None,
         )
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.parallel.device)
@@ -282,6 +305,21 @@ class Trainer:
             self.publishers.step(event)
             for failure in self.publishers.take_failures():
                 self.live.warn("logging.failed", failure)
+
+    def statistics(self) -> None:
+        """What the steps of this start came to: an event, and the trackers. Every rank takes part."""
+        meter, world = self.meter, self.parallel.world
+        peak, tokens = (list(part) for part in zip(*self.parallel.gather((meter.peak, meter.tokens))))
+        samples = meter.steps * self.parts.data.global_batch
+        rate = lambda count: count / meter.seconds if meter.seconds else None  # noqa: E731
+        event = StatisticsEvent(
+            step=self.step, steps=meter.steps, minutes=(time.monotonic() - self.started) / 60, steps_per_second=rate(meter.steps),
+            samples_per_second=rate(samples), tokens_per_second=rate(sum(tokens)), seconds_waiting=meter.waiting, peak_memory=max(peak) or None,
+            processes=world, global_batch=self.parts.data.global_batch, samples=samples, tokens=sum(tokens), skipped=meter.skipped,
+        )  # fmt: skip
+        self.live.emit(event)
+        if self.publishers is not None:
+            self.publishers.statistics(statistics(event))
 
     # -- files --
     def lora_path(self, step: int):
@@ -296,11 +334,12 @@ class Trainer:
         if not self.weights_finite():
             self.rollback()
         final = reason == "end"
-        if self.live.is_main:
+        if self.live.is_main or self.parts.trainable.sharded:
             if self.saved_at != self.step and self.config.checkpoints.save_training_state != "off":
                 self.save_snapshot(reason)
             if self.step > 0 and (final or self.lora_at != self.step):
                 self.save_weights(final)
+        if self.live.is_main:
             retain(self.live.dir.path, self.config.checkpoints.keep_last_n, weights=True)
         self.saved_at = self.lora_at = self.step
         self.parallel.barrier()
@@ -320,6 +359,10 @@ class Trainer:
             tensors["optimizer"], state["optimizer"] = optimizer_state(self.parts.optimizer)
         if self.parts.ema is not None:
             tensors["ema"] = self.parts.ema.state_dict()
+        tensors, state = self.parts.trainable.whole(tensors, state)
+        if not self.live.is_main:
+            self.parts.trainable.take_part(tensors)
+            return
         path = save_snapshot(snapshot_path(self.live.dir.path, self.step), tensors, state)
         size = sum(f.stat().st_size for f in path.iterdir())
         self.live.emit(SnapshotEvent(step=self.step, path=f"checkpoints/{path.name}", size=size, reason=reason))
@@ -328,7 +371,7 @@ class Trainer:
         """Write the result file; before the end one that changes nothing yet (warm-up from 0) is left out and said."""
         path = self.lora_path(self.step)
         try:
-            with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
+            with self.finished():
                 keys = self.parts.trainable.write(path, self.step)
         except LtxTrainError as error:
             path.unlink(missing_ok=True)
@@ -336,7 +379,17 @@ class Trainer:
                 raise
             self.live.warn(error.code, error.message, "Training goes on; the snapshot is saved.")
             return
+        if not self.live.is_main:
+            return
         self.live.emit(LoraEvent(step=self.step, path=f"checkpoints/{path.name}", size=path.stat().st_size, keys=keys, final=final))
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """Inside, the network computes with what is saved as the result (the EMA where there is one)."""
+        with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
+            self.parts.trainable.publish()
+            yield
+        self.parts.trainable.publish()
 
     def restore(self) -> None:
         """Go on from the newest snapshot of this run that verifies; a damaged one is told and passed over."""
@@ -361,23 +414,32 @@ class Trainer:
             self.lora_at = self.step
 
     def load_tensors(self, snapshot) -> None:
-        self.parts.trainable.load_state_dict(snapshot.tensors("weights"))
+        trainable = self.parts.trainable
+        trainable.load_state_dict(snapshot.read("weights"))
         if "optimizer" in snapshot.groups:
-            restore_optimizer(self.parts.optimizer, snapshot.tensors("optimizer"), snapshot.state["optimizer"])
+            restore_optimizer(self.parts.optimizer, *trainable.own_part(snapshot.read("optimizer"), snapshot.state["optimizer"]))
         self.parts.step.balance.load_state_dict(snapshot.state["balance"])
         if self.parts.ema is not None and "ema" in snapshot.groups:
-            self.parts.ema.load_state_dict(snapshot.tensors("ema"))
+            self.parts.ema.load_state_dict(trainable.own_part(snapshot.read("ema"), {})[0])
 
     # -- previews --
+    def hold_out(self) -> None:
+        """Measure the held-out loss, once a step."""
+        if self.parts.held_out is not None and self.held_out_at != self.step:
+            with self.finished():
+                self.parts.held_out.run(self.step, self.live, self.parallel)
+            self.held_out_at = self.step
+
     def validate(self, asked: bool = False) -> None:
-        """Sample the validation prompts; a failure is a warning and leaves everything as it was."""
+        """Measure the held-out loss and sample the validation prompts; a failure is a warning and leaves everything as it was."""
+        self.hold_out()
         validator = self.parts.validator
         if validator is None or (self.sampled_at == self.step and not asked):
             return
         if self.step == 0 and self.config.validation.skip_initial_validation:
             return
         self.parts.step.transformer.eval()
-        with finished_weights(self.parameters, self.parts.optimizer, self.parts.ema):
+        with self.finished():
             made = validator.run(self.step, self.live, self.parallel, self.parts.optimizer)
         if self.publishers is not None:
             for index, path in enumerate(made):

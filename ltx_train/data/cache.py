@@ -266,6 +266,7 @@ class ManifestEntry:
     weight: float = 1.0
     dataset: str = ""
     still_reference: bool = False
+    regularisation: str = ""
 
     @property
     def group(self) -> str:
@@ -286,7 +287,7 @@ def manifest_entry(
     return ManifestEntry(
         plan.id, str(media) if isinstance(media, Path) else media.name, plan.sample.caption, text, video, audio, 0 if still and audio is None else steps, roles,
         str(plan.bucket or ""), round(float(plan.fps), 6), round(plan.seconds, 6), plan.bucket.tokens(factors) if plan.bucket else 0,
-        plan.sample.repeats, plan.sample.weight, plan.sample.dataset, still_reference,
+        plan.sample.repeats, plan.sample.weight, plan.sample.dataset, still_reference, plan.sample.regularisation,
     )  # fmt: skip
 
 

@@ -35,6 +35,18 @@ class StageSection(Section):
     max_tokens: int | None = Field(None, ge=1, description="Only clips of at most this many latent tokens; None for all.")
 
 
+@dataclass(frozen=True)
+class CaptionDropout:
+    """Shares of samples whose caption is emptied: for both streams at once, and for each alone; independent coins."""
+
+    both: float = 0.0
+    video: float = 0.0
+    audio: float = 0.0
+
+    def __bool__(self) -> bool:
+        return max(self.both, self.video, self.audio) > 0
+
+
 class DataSection(Section):
     """The data: the official preprocessed_data_root and num_dataloader_workers, and a dataset to preprocess itself."""
 
@@ -51,6 +63,10 @@ class DataSection(Section):
     clips: ClipOptions = Field(default_factory=ClipOptions, description="How clips are cut and scaled.")
     captions: Captions = Field(default_factory=Captions, description="Caption policy, trigger word, cleaning (for dataset).")
     caption_dropout: float = Field(0.0, ge=0, le=1, description="Share of samples that train with an empty caption.")
+    video_caption_dropout: float = Field(0.0, ge=0, le=1, description="Share of samples whose video stream alone reads an empty caption.")
+    audio_caption_dropout: float = Field(0.0, ge=0, le=1, description="Share of samples whose sound stream alone reads an empty caption.")
+    held_out_share: float = Field(0.0, ge=0, le=0.5, description="Share of the clips kept out of training, to measure the loss on; 0: none.")
+    held_out_root: str | None = Field(None, description="Another preprocessed dataset to measure the loss on, instead of a share of this one.")
     stages: list[StageSection] = Field(default_factory=list, description="Progressive resolution: small clips first, larger ones from a step on.")
     preprocess_workers: int = Field(2, ge=0, le=64, description="Threads that decode clips ahead of the encoder.")
     preprocess_batch_size: int = Field(1, ge=1, le=256, description="Clips of a bucket encoded together.")
@@ -61,10 +77,15 @@ class DataSection(Section):
             raise ValueError("preprocessed_data_root, dataset or sources: one of them must say where the data is")
         return self
 
+    @property
+    def caption_dropouts(self) -> CaptionDropout:
+        """The three shares together."""
+        return CaptionDropout(self.caption_dropout, self.video_caption_dropout, self.audio_caption_dropout)
+
     @classmethod
     def free_fields(cls) -> frozenset[str]:
         """Fields that may change without making another run."""
-        return frozenset({"num_dataloader_workers", "preprocess_workers", "preprocess_batch_size", "cache_dir"})
+        return frozenset({"held_out_root", "num_dataloader_workers", "preprocess_workers", "preprocess_batch_size", "cache_dir"})
 
     def all_sources(self) -> list[FolderSource | TableSource]:
         """The datasets to preprocess, in order; empty when only a preprocessed root is given."""
@@ -128,7 +149,7 @@ class CachedDataset:
         roles = {role: self._role(key) for role, key in entry.roles.items()}
         video = self.cache.get_latents(entry.video) if entry.video else None
         audio = self.cache.get_latents(entry.audio) if entry.audio else None
-        return Item(entry.id, entry.text, video, audio, roles, entry.audio_steps, entry.weight)
+        return Item(entry.id, entry.text, video, audio, roles, entry.audio_steps, entry.weight, entry.regularisation)
 
     def _role(self, key: str) -> Latents | Tensor:
         return self.cache.get(key).tensors["mask"] if key.startswith("mask-") else self.cache.get_latents(key)
@@ -143,6 +164,10 @@ class CachedDataset:
     def empty_text(self) -> str | None:
         """Key of the empty caption, for caption dropout; None when it was not encoded."""
         return self.manifest.texts.get("")
+
+    def has_prior(self) -> bool:
+        """Whether some entries train towards the base model's own prediction."""
+        return any(e.regularisation == "prior" for e in self.manifest.entries)
 
     def audio_coverage(self) -> float:
         """Share of entries that have sound."""
@@ -174,6 +199,8 @@ class Batch:
 
     roles: "reference_video", "reference_audio" -> Latents; "video_mask", "loss_mask" [B,F',H',W'], "audio_mask" [B,T].
     audio_present: [B] bool; audio is zeros where it is False. weight: [B] factors on the loss.
+    regularisation: [B] bool, clips that keep the model general; prior: [B] bool, those of them whose target is the base
+    model's prediction. None where there is none; they stay on the host, where asking them waits for nothing.
     """
 
     video: Latents | None
@@ -183,6 +210,8 @@ class Batch:
     audio_present: Tensor
     weight: Tensor
     ids: tuple[str, ...]
+    regularisation: Tensor | None = None
+    prior: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -193,7 +222,10 @@ class Batch:
         move = lambda t: None if t is None else t.to(device=device, dtype=dtype)  # noqa: E731
         roles = {name: value.to(device=device, dtype=dtype) if isinstance(value, Latents) else value.to(device) for name, value in self.roles.items()}
         context = self.context.to(device=device, dtype=dtype) if dtype else self.context.to(device=device)
-        return Batch(move(self.video), move(self.audio), context, roles, self.audio_present.to(device), self.weight.to(device), self.ids)
+        return replace(
+            self, video=move(self.video), audio=move(self.audio), context=context, roles=roles,
+            audio_present=self.audio_present.to(device), weight=self.weight.to(device),
+        )  # fmt: skip
 
 
 def collate(items: Sequence[Item], context: Context, audio_grid: AudioGrid | None = None) -> Batch:
@@ -203,7 +235,12 @@ def collate(items: Sequence[Item], context: Context, audio_grid: AudioGrid | Non
     names = list(items[0].roles)
     roles = {n: _stack([i.roles[n] for i in items]) if isinstance(items[0].roles[n], Latents) else torch.stack([i.roles[n] for i in items]) for n in names}
     weight = torch.tensor([i.weight for i in items], dtype=torch.float32)
-    return Batch(video, _stack_audio(items, audio_grid), context, roles, present, weight, tuple(i.id for i in items))
+    general = torch.tensor([bool(i.regularisation) for i in items])
+    prior = torch.tensor([i.regularisation == "prior" for i in items])
+    return Batch(
+        video, _stack_audio(items, audio_grid), context, roles, present, weight, tuple(i.id for i in items),
+        general if general.any() else None, prior if prior.any() else None,
+    )  # fmt: skip
 
 
 def _stack(parts: Sequence[Latents]) -> Latents:
@@ -259,12 +296,14 @@ class Batches:
     """
 
     def __init__(
-        self, dataset: TrainingDataset, sampler: BucketSampler, contexts: ContextStore, *, workers: int = 2, rank: int = 0, world: int = 1, caption_dropout: float = 0.0, with_audio: bool = True
-    ) -> None:
+        self, dataset: TrainingDataset, sampler: BucketSampler, contexts: ContextStore, *, workers: int = 2, rank: int = 0, world: int = 1,
+        caption_dropout: CaptionDropout | float = 0.0, with_audio: bool = True, empty_text: str | None = None,
+    ) -> None:  # fmt: skip
         self.dataset, self.sampler, self.contexts = dataset, sampler, contexts
-        self.rank, self.world, self.dropout = rank, world, caption_dropout
+        self.dropout = caption_dropout if isinstance(caption_dropout, CaptionDropout) else CaptionDropout(caption_dropout)
+        self.rank, self.world, self.empty = rank, world, empty_text or dataset.empty_text()
         self.template = dataset.audio_grid if with_audio else None
-        if caption_dropout > 0 and dataset.empty_text() is None:
+        if self.dropout and self.empty is None:
             raise DataError("data.empty_caption", "Caption dropout needs the empty caption, which this cache lacks.", "Preprocess again with caption_dropout set, or set it to 0.")
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="load-batches") if workers else None
         self._ahead = max(1, workers)
@@ -273,9 +312,22 @@ class Batches:
     def get(self, step: int, micro: int = 0) -> Batch:
         """The batch of a micro-step; the following ones are loaded meanwhile."""
         items = self._items(step, micro)
-        dropped = self.sampler.dropped(self.dropout, step, micro, self.rank, self.world)
-        keys = [self.dataset.empty_text() if drop else item.text for item, drop in zip(items, dropped)]
-        return collate(items, self.contexts.batch(keys), self.template)
+        return collate(items, self._context(items, step, micro), self.template)
+
+    def _context(self, items: Sequence[Item], step: int, micro: int) -> Context:
+        """The captions' contexts with dropout applied; each stream may have lost its own."""
+        coins = lambda share, name: self.sampler.dropped(share, step, micro, self.rank, self.world, name)  # noqa: E731
+        both, rates = coins(self.dropout.both, "caption"), self.dropout
+        streams = [coins(rates.video, "caption video"), coins(rates.audio, "caption audio")]
+        video, audio = ([self.empty if b or o else i.text for i, b, o in zip(items, both, own)] for own in streams)
+        seen = self.contexts.batch(video)
+        if seen.video is None or seen.audio is None:
+            return seen if video == audio or seen.audio is None else self.contexts.batch(audio)
+        if video == audio:
+            return seen
+        heard = self.contexts.batch(audio)
+        assert seen.mask is None and heard.mask is None, "behind connectors every token counts, so the streams may read different captions"
+        return Context(seen.video, heard.audio)
 
     def close(self) -> None:
         """End the threads."""

@@ -15,7 +15,7 @@ from .sampler import Unit
 
 @dataclass(frozen=True)
 class Item:
-    """One loaded sample; latents have a batch of 1, masks none."""
+    """One loaded sample; latents have a batch of 1, masks none. regularisation: "plain", "prior" or empty."""
 
     id: str
     text: str
@@ -24,6 +24,7 @@ class Item:
     roles: Mapping[str, Latents | Tensor] = field(default_factory=dict)
     audio_steps: int = 0
     weight: float = 1.0
+    regularisation: str = ""
 
 
 class TrainingDataset(Protocol):

@@ -96,9 +96,9 @@ class BucketSampler:
         done = (step - self.stages[stage].from_step) * self.accumulation * world * self.batch_size
         return done / sum(len(line) for line in self._lines[stage].values())
 
-    def dropped(self, probability: float, step: int, micro: int = 0, rank: int = 0, world: int = 1) -> list[bool]:
-        """Which samples of a micro-batch lose their caption: a fair coin keyed by (seed, step, slot)."""
-        return [probability > 0 and _uniform(self.seed, "caption", step, slot) < probability for slot in self.slots(step, micro, rank, world)]
+    def dropped(self, probability: float, step: int, micro: int = 0, rank: int = 0, world: int = 1, name: str = "caption") -> list[bool]:
+        """Which samples of a micro-batch lose their caption: a coin keyed by (seed, name, step, slot), independent by name."""
+        return [probability > 0 and _uniform(self.seed, name, step, slot) < probability for slot in self.slots(step, micro, rank, world)]
 
     def _batches_before(self, stage: int, epoch: int) -> int:
         return sum(epoch * len(line) // self.batch_size for line in self._lines[stage].values())

@@ -59,6 +59,7 @@ class Sample:
     id: unique and stable: the path inside the dataset, extension included. media: the video, image or sound file.
     roles: further files by :data:`ROLES`. repeats: times an epoch. weight: factor on its loss.
     buckets: a bucket set of its own dataset, or None. in_memory: a ComfyUI clip instead of a file.
+    regularisation: "plain" or "prior" for a clip that keeps the model general (see :class:`DatasetSource`), else empty.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Sample:
     findings: tuple[Finding, ...] = ()
     buckets: str | None = None
     dataset: str = ""
+    regularisation: str = ""
 
     @property
     def refused(self) -> bool:
@@ -111,6 +113,9 @@ class DatasetSource(Section):
     name: str = Field("", description="A short name in the report; the folder's or file's name when empty.")
     repeats: int = Field(1, ge=1, le=10000, description="Times an epoch each clip is seen.")
     weight: float = Field(1.0, ge=0, le=100, description="Factor on the loss of these clips.")
+    regularisation: Literal["plain", "prior"] | None = Field(
+        None, description="Clips of the general kind, weighed by flow_matching.regularisation_weight; prior: they train towards what the base model itself predicts."
+    )
     resolution_buckets: str | None = Field(None, description="Buckets of this dataset alone, such as 768x512x49;512x512.")
     captions: Captions = Captions()
 
@@ -125,6 +130,7 @@ class DatasetSource(Section):
             caption=caption,
             repeats=self.repeats * sample.repeats,
             weight=self.weight * sample.weight,
+            regularisation=self.regularisation or "",
             buckets=self.resolution_buckets,
             findings=sample.findings + ((finding,) if finding else ()),
         )
@@ -276,6 +282,7 @@ class ChainSource(DatasetSource):
                     dataset=label,
                     repeats=s.repeats * self.repeats,
                     weight=s.weight * self.weight,
+                    regularisation=s.regularisation or self.regularisation or "",
                     buckets=s.buckets or self.resolution_buckets,
                 )
                 for s in part

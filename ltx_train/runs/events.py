@@ -90,6 +90,7 @@ class StepEvent(Event):
     loss_average: float | None = None
     video_loss: float | None = None
     audio_loss: float | None = None
+    regularisation_loss: float | None = None
     validation_loss: float | None = None
     sigma: float | None = None
     sigma_loss: dict[str, float] | None = None
@@ -101,6 +102,44 @@ class StepEvent(Event):
     tokens: int | None = None
     epoch: float | None = None
     peak_memory: int | None = None
+
+
+class StatisticsEvent(Event):
+    """How the steps of this start went in all, without loading, snapshots and previews unless said.
+
+    minutes: of the whole training, those included. samples, tokens: over all processes. seconds_waiting: for data, on
+    rank 0. peak_memory: bytes, the greatest of any process. skipped: steps with a loss or gradient that was not finite.
+    """
+
+    type: Literal["statistics"] = "statistics"
+    step: int
+    steps: int = 0
+    minutes: float = 0.0
+    steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    seconds_waiting: float | None = None
+    peak_memory: int | None = None
+    processes: int = 1
+    global_batch: int = 1
+    samples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+
+class HeldOutEvent(Event):
+    """The loss on clips that are not trained on, at fixed noise and noise levels.
+
+    total: the sum of both streams' means. losses: means by stream (``video``) and by stream and noise level
+    (``video 0.3``). base: the same of the base model.
+    """
+
+    type: Literal["held_out"] = "held_out"
+    step: int
+    total: float
+    losses: dict[str, float] = Field(default_factory=dict)
+    base: dict[str, float] = Field(default_factory=dict)
+    clips: int = 0
 
 
 class SampleEvent(Event):
@@ -171,6 +210,8 @@ EVENTS: tuple[type[Event], ...] = (
     PlanEvent,
     ProgressEvent,
     StepEvent,
+    StatisticsEvent,
+    HeldOutEvent,
     SampleEvent,
     SnapshotEvent,
     LoraEvent,
@@ -178,7 +219,7 @@ EVENTS: tuple[type[Event], ...] = (
     ErrorEvent,
     StateEvent,
 )
-_known = JobEvent | PhaseEvent | PlanEvent | ProgressEvent | StepEvent | SampleEvent | SnapshotEvent | LoraEvent | WarningEvent | ErrorEvent | StateEvent
+_known = JobEvent | PhaseEvent | PlanEvent | ProgressEvent | StepEvent | StatisticsEvent | HeldOutEvent | SampleEvent | SnapshotEvent | LoraEvent | WarningEvent | ErrorEvent | StateEvent
 _ADAPTER: TypeAdapter = TypeAdapter(Annotated[_known, Field(discriminator="type")])
 
 
@@ -315,6 +356,7 @@ class History:
     progress: ProgressEvent | None = None
     error: ErrorEvent | None = None
     steps: dict[int, StepEvent] = field(default_factory=dict)
+    held_out: dict[int, HeldOutEvent] = field(default_factory=dict)
     samples: dict[str, SampleEvent] = field(default_factory=dict)
     snapshots: dict[int, SnapshotEvent] = field(default_factory=dict)
     loras: dict[str, LoraEvent] = field(default_factory=dict)
@@ -333,6 +375,8 @@ class History:
             if self.steps and event.step <= next(reversed(self.steps)):
                 self.steps = {step: known for step, known in self.steps.items() if step < event.step}
             self.steps[event.step] = event
+        elif isinstance(event, HeldOutEvent):
+            self.held_out = {step: known for step, known in self.held_out.items() if step < event.step} | {event.step: event}
         elif isinstance(event, JobEvent):
             self.job, self.error, self.attempts = event, None, self.attempts + 1
         elif isinstance(event, StateEvent):

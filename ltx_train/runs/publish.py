@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from ..errors import MissingPackage, RunError
 from ..section import Section
-from .events import SampleEvent, StepEvent
+from .events import SampleEvent, StatisticsEvent, StepEvent
 from .lock import write_atomic
 from .model_card import ModelCard
 from .run_dir import RunDir
@@ -101,6 +101,7 @@ def scalars(event: StepEvent) -> dict[str, float]:
         "train/loss_average": event.loss_average,
         "train/video_loss": event.video_loss,
         "train/audio_loss": event.audio_loss,
+        "train/regularisation_loss": event.regularisation_loss,
         "train/validation_loss": event.validation_loss,
         "train/learning_rate": event.learning_rate,
         "train/grad_norm": event.grad_norm,
@@ -109,6 +110,23 @@ def scalars(event: StepEvent) -> dict[str, float]:
         "train/peak_memory_gb": None if event.peak_memory is None else event.peak_memory / 2**30,
     }
     named |= {f"train/loss_sigma_{name}": value for name, value in (event.sigma_loss or {}).items()}
+    return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def statistics(event: StatisticsEvent) -> dict[str, float]:
+    """The end's numbers under the official trainer's names, ours beside them."""
+    named = {
+        "total_time_minutes": event.minutes,
+        "steps_per_second": event.steps_per_second,
+        "samples_per_second": event.samples_per_second,
+        "peak_gpu_memory_gb": None if event.peak_memory is None else event.peak_memory / 2**30,
+        "num_processes": event.processes,
+        "global_batch_size": event.global_batch,
+        "tokens_per_second": event.tokens_per_second,
+        "data_wait_seconds": event.seconds_waiting,
+        "samples": event.samples,
+        "skipped_steps": event.skipped,
+    }
     return {name: float(value) for name, value in named.items() if value is not None}
 
 

@@ -150,6 +150,7 @@ class FlowMatchingSection(Section):
     min_snr_gamma: float = Field(5.0, gt=0, description="Cap of the signal to noise ratio in min_snr.")
     video_weight: float = Field(1.0, ge=0, description="Weight of the video loss.")
     audio_weight: float = Field(1.0, ge=0, description="Weight of the sound loss.")
+    regularisation_weight: float = Field(1.0, ge=0, description="Weight of the loss of regularisation clips, on top of their source's own.")
     balance: Literal["none", "auto"] = Field("none", description="auto: scale the sound loss to the video loss by their running means.")
     balance_min: float = Field(0.1, gt=0, description="Least factor of the automatic balance.")
     balance_max: float = Field(10.0, gt=0, description="Greatest factor of the automatic balance.")
@@ -184,7 +185,7 @@ class ModalityBalance:
     """The sound loss's factor: ratio of the running means of the losses (video / audio), clamped.
 
     The trainer feeds it once a step with the losses averaged over micro-batches and ranks, so that every rank holds
-    the same factor; its two numbers belong into the snapshot. Tensors stay on the device: nothing waits.
+    the same factor; regularisation clips do not count in it. Its two numbers belong into the snapshot. Tensors stay on the device: nothing waits.
     """
 
     def __init__(self, section: FlowMatchingSection, device: torch.device | str = "cpu") -> None:

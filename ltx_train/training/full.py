@@ -13,13 +13,20 @@ from ..errors import ConfigError, LtxTrainError
 from ..models.checkpoint import Checkpoint
 from ..models.families import TRANSFORMER_PREFIX
 from ..models.safetensors_file import SafetensorsFile
-from ..models.transformer import LTXTransformer, keeps_float32
+from ..models.transformer import LTXTransformer, keeps_float32, transformer_source
 from ..tensorfile import Lazy, save_tensors
+from .snapshots import LazyTensors
+from .trainable import Trainable
+
+PREFIXES = (TRANSFORMER_PREFIX, "diffusion_model.", "")
+"""How a model file may begin its transformer's names: the published files', some exporters', the official trainer's."""
 
 
-class FullWeights:
+class FullWeights(Trainable):
     """All weights of a transformer as float32 masters.
 
+    Where the network computes in bfloat16 it does so with rounded copies: their gradients are added up in float32, the
+    optimizer moves the masters, and :meth:`publish` rounds again. Modulation tables are float32 in both.
     The result file is the source checkpoint with its transformer replaced: same prefix, config metadata and connectors.
     dtype: number format of the result file (modulation tables stay float32, as in the published files).
     """
@@ -28,51 +35,118 @@ class FullWeights:
         if any(getattr(m, "quantized", None) is not None for m in transformer.modules()):
             raise ConfigError("full.quantized", "A quantised base cannot be fully fine-tuned.", "Remove acceleration.quantization, or train a LoRA.")
         self.transformer, self.checkpoint, self.dtype = transformer, checkpoint, dtype
-        for parameter in transformer.parameters():
-            parameter.data = parameter.data.float()
-            parameter.requires_grad_(True)
+        transformer.requires_grad_(True)
+        self.shapes = {name: tuple(p.shape) for name, p in transformer.named_parameters()}
+        self.masters = self._masters()
+        self._copies = [(self.masters[name], p) for name, p in transformer.named_parameters() if p.dtype != torch.float32]
+
+    def _masters(self) -> dict[str, nn.Parameter]:
+        """Float32 parameters: the network's own, or read from the file again where its own are rounded."""
+        source = transformer_source(self.checkpoint, self.transformer)
+        exact = lambda name, p: nn.Parameter(source.get(name, dtype=torch.float32, device=p.device))  # noqa: E731
+        return {name: p if p.dtype == torch.float32 else exact(name, p) for name, p in self.transformer.named_parameters()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.transformer.named_parameters())
+        return self.masters
 
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.transformer.parameters())
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """See :class:`Trainable`: the copies' gradients go to the masters, added in float32."""
+        for master, copy in self._copies:
+            if copy.grad is not None:
+                master.grad = copy.grad.float() if master.grad is None else master.grad.add_(copy.grad)
+                copy.grad = None
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.transformer.named_parameters()}
+    @torch.no_grad()
+    def publish(self) -> None:
+        for master, copy in self._copies:
+            copy.copy_(master)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over saved weights, strictly."""
-        own = self.named_parameters()
-        odd = sorted(set(own) ^ set(state)) or [n for n, p in own.items() if p.shape != state[n].shape]
+        odd = sorted(set(self.masters) ^ set(state)) or [n for n, shape in self.shapes.items() if _shape(state, n) != shape]
         if odd:
             raise ConfigError("full.state_mismatch", f"The saved weights do not fit this model: {odd[0][-70:]}.", f"{len(odd)} tensors differ.")
-        for name, parameter in own.items():
-            parameter.copy_(state[name])
+        for name, master in self.masters.items():
+            master.copy_(self._part(name, state))
+        self.publish()
+
+    def warm_start(self, path: Path) -> None:
+        """Start from the weights of a model file, ours or the official trainer's. Raises ConfigError when they do not fit."""
+        names = list(LazyTensors(path))
+        prefix = next(p for p in PREFIXES if any(n.startswith(f"{p}transformer_blocks.") for n in names) or not p)
+        self.load_state_dict(_Renamed(LazyTensors(path), prefix, set(self.masters)))
+
+    def _part(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
+        """What this process holds of a saved tensor."""
+        return state[name]
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor of what this process holds of it."""
+        return part
 
     def write(self, path: Path, step: int) -> int:
         """Write the model file, one tensor at a time, and open it again; the number of its transformer tensors.
 
         Raises LtxTrainError ``full.not_finite`` naming the tensor with NaN or infinity; nothing is written then.
         """
-        tensors: dict[str, Tensor | Lazy] = {}
-        for name, parameter in self.transformer.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
+        self.check_finite()
+        tensors = self.entries()
+        save_tensors(path, tensors, self._metadata(step), f"the model {path.name}")
+        written = {n for n in SafetensorsFile.open(path).spans}
+        assert written == set(tensors)
+        return len(self.masters)
+
+    def check_finite(self) -> None:
+        """Raise where a master holds NaN or infinity."""
+        for name, master in self.masters.items():
+            if not bool(torch.isfinite(master).all()):
                 raise LtxTrainError("full.not_finite", f"The model is not saved: {name[-70:]} has NaN or infinite values.", "Go on from the last good snapshot with a lower learning rate.")
+
+    def entries(self) -> dict[str, Tensor | Lazy]:
+        """The tensors of the result file by their names in it, each made when it is written; connectors as they were."""
+        tensors: dict[str, Tensor | Lazy] = {}
+        for name, master in self.masters.items():
             kind = torch.float32 if keeps_float32(name) else self.dtype
-            tensors[TRANSFORMER_PREFIX + name] = Lazy(tuple(parameter.shape), kind, lambda p=parameter, k=kind: p.detach().to("cpu", k))
+            make = lambda n=name, p=master, k=kind: self._whole(n, p.detach()).to("cpu", k)  # noqa: E731
+            tensors[TRANSFORMER_PREFIX + name] = Lazy(self.shapes[name], kind, make)
         if self.checkpoint.has("connectors"):
             source = self.checkpoint.source("connectors")
             for name in source.keys():
                 info = source.info(name)
                 tensors[TRANSFORMER_PREFIX + name] = Lazy(tuple(info.shape), info.dtype, lambda n=name: source.get(n))
-        save_tensors(path, tensors, self._metadata(step), f"the model {path.name}")
-        written = {n for n in SafetensorsFile.open(path).spans}
-        assert written == set(tensors)
-        return len(self.named_parameters())
+        return tensors
 
     def _metadata(self, step: int) -> dict[str, str]:
         kept = {k: v for k, v in self.checkpoint.metadata.items() if k not in ("config", "_quantization_metadata")}
         sections = {k: v for k, v in self.checkpoint.config.items() if k in ("transformer", "scheduler")}
         return {**kept, "config": json.dumps(sections), "ltx_train.steps": str(step), "ltx_train.base": self.checkpoint.fingerprint_of("transformer")}
+
+
+def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return state.shape(name) if isinstance(state, LazyTensors | _Renamed) else tuple(state[name].shape)
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """A file's tensors with ``prefix`` taken off; what belongs to other networks (connectors, VAEs) is left out."""
+
+    def __init__(self, file: LazyTensors, prefix: str, wanted: set[str]) -> None:
+        self._file, self._prefix = file, prefix
+        own = [n.removeprefix(prefix) for n in file if n.startswith(prefix)]
+        self._names = [n for n in own if n in wanted or n.startswith("transformer_blocks.")]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file[self._prefix + name]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        return self._file.rows(self._prefix + name, first, last)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.shape(self._prefix + name)
+
+    def __iter__(self):
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 SIGMA_EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Bins of the noise level, as the official trainer reports them."""
+NAMES = ("video", "audio", "regularisation")
+"""What losses are averaged for; the last are clips that keep the model general, which the first two leave out."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class StepMeter:
             row = torch.stack([values.detach().float(), sigma.detach().float(), counts.to(values.device).float()], dim=-1)
             self.rows.setdefault(name, []).append(row)
 
-    def tensor(self, names: tuple[str, ...] = ("video", "audio")) -> Tensor:
+    def tensor(self, names: tuple[str, ...] = NAMES) -> Tensor:
         """[1 + 2 * names * (1 + bins)] sums and counts: what ranks add up to agree on the step's report."""
         device = self.losses[0].device
         parts = [torch.stack(self.losses).mean().view(1)]
@@ -64,6 +66,27 @@ class StepMeter:
         return torch.cat(parts)
 
 
+@dataclass
+class RunMeter:
+    """What the steps of one start come to: sums over its optimizer steps on this rank."""
+
+    steps: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    tokens: int = 0
+    peak: int = 0
+
+    def add(self, *, seconds: float, waiting: float, tokens: int, peak: int, skipped: bool) -> None:
+        """Take in one optimizer step; a skipped one took its time too."""
+        self.steps += 1
+        self.skipped += skipped
+        self.seconds += seconds
+        self.waiting += waiting
+        self.tokens += tokens
+        self.peak = max(self.peak, peak)
+
+
 @dataclass(frozen=True)
 class StepSummary:
     """One optimizer step as numbers. Per-modality losses are None where no sample had that modality."""
@@ -72,9 +95,10 @@ class StepSummary:
     video_loss: float | None
     audio_loss: float | None
     sigma_bins: dict[str, dict[str, float]]
+    regularisation_loss: float | None = None
 
 
-def summarise(sums: Tensor, ranks: int, names: tuple[str, ...] = ("video", "audio")) -> StepSummary:
+def summarise(sums: Tensor, ranks: int, names: tuple[str, ...] = NAMES) -> StepSummary:
     """The summary of :meth:`StepMeter.tensor` added over ``ranks`` processes (one host synchronisation)."""
     values = sums.tolist()
     bins = len(SIGMA_EDGES) - 1
@@ -90,4 +114,4 @@ def summarise(sums: Tensor, ranks: int, names: tuple[str, ...] = ("video", "audi
             f"{SIGMA_EDGES[i]:.2f}-{SIGMA_EDGES[i + 1]:.2f}": losses[i] / counts[i] for i in range(bins) if counts[i]
         }
         offset += 2 + 2 * bins
-    return StepSummary(values[0] / ranks, modality["video"], modality["audio"], by_bin)
+    return StepSummary(values[0] / ranks, modality.get("video"), modality.get("audio"), by_bin, modality.get("regularisation"))

@@ -107,6 +107,40 @@ def from_accelerate(path: Path | str) -> AcceptedAccelerate:
     return AcceptedAccelerate(DistributedSection(**known), tuple(notes))
 
 
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Micro-steps of an optimizer step, and what there is to say about them."""
+
+    accumulation: int
+    message: str = ""
+    hint: str = ""
+
+
+def keep_global_batch(accumulation: int, batch_size: int, world: int, before: int | None) -> GlobalBatch:
+    """The accumulation with which a run goes on as it began.
+
+    before: samples of one optimizer step so far; None for a new run. Sample order, noise and learning rate hang on the
+    step and on batch_size x accumulation x world alone, so that keeping the product keeps the training.
+    """
+    together = batch_size * world
+    wanted = together * accumulation
+    if before is None:
+        if world == 1 or accumulation == 1:
+            return GlobalBatch(accumulation)
+        fewer = max(1, accumulation // world)
+        hint = f"The learning rate is not scaled. gradient_accumulation_steps {fewer} makes a step of {together * fewer} samples, in {fewer / accumulation:.0%} of the time."
+        return GlobalBatch(accumulation, f"A step is {wanted} samples: {world} processes x batch_size {batch_size} x gradient_accumulation_steps {accumulation}.", hint)
+    if before == wanted:
+        return GlobalBatch(accumulation)
+    if before % together == 0:
+        kept = before // together
+        message = f"{world} processes now: gradient accumulation is {kept} instead of {accumulation}, so that a step stays {before} samples."
+        return GlobalBatch(kept, message, "Data order, noise and learning rate go on as they were.")
+    near = max(1, round(before / together))
+    message = f"A step was {before} samples and is {together * near} from here on: {world} processes x batch_size {batch_size} do not divide {before}."
+    return GlobalBatch(near, message, f"Use a number of processes that divides {before // batch_size if before % batch_size == 0 else before} to keep it; the data order changes too.")
+
+
 class Parallel:
     """This process among its ranks. With a world of one every operation is free and accelerate is not imported."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..errors import RunError
 from ..section import Section
-from ..tensorfile import Written, disk_error, sync_file, sync_folder, write_tensors
+from ..tensorfile import Lazy, Written, disk_error, sync_file, sync_folder, write_tensors
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
@@ -44,6 +45,35 @@ class CheckpointsSection(Section):
         return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
 
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file by name, read from the disk when asked for and not kept."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._file = safe_open(str(path), framework="pt")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows ``first`` to ``last`` (not included) of a tensor, without reading the others."""
+        return self._file.get_slice(name)[first:last]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A verified snapshot: its folder, its step, the JSON state; tensors are read group by group."""
@@ -61,13 +91,19 @@ class Snapshot:
 
         return load_file(self.path / f"{group}.safetensors")
 
+    def read(self, group: str) -> LazyTensors:
+        """The same group, each tensor read when asked for: a group may be larger than the host's memory."""
+        if group not in self.groups:
+            raise RunError("snapshot.group", f"The snapshot {self.path.name} holds no {group}.", f"It holds: {', '.join(self.groups)}.")
+        return LazyTensors(self.path / f"{group}.safetensors")
+
 
 def snapshot_path(run: Path, step: int) -> Path:
     """Where the snapshot of a step lives: ``<run>/checkpoints/state_step_00500``."""
     return Path(run) / "checkpoints" / f"state_step_{step:05d}"
 
 
-def save_snapshot(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+def save_snapshot(directory: Path, tensors: Mapping[str, Mapping[str, Tensor | Lazy]], state: Mapping[str, Any]) -> Path:
     """Write groups of tensors and a JSON state as one snapshot folder.
 
     Everything goes to a temporary folder, each file is pushed to the disk, the manifest (sizes and sha256) comes last,
@@ -94,7 +130,7 @@ def save_snapshot(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], 
     return directory
 
 
-def _write_group(path: Path, values: Mapping[str, Tensor]) -> Written:
+def _write_group(path: Path, values: Mapping[str, Tensor | Lazy]) -> Written:
     with open(path, "wb") as file:
         written = write_tensors(file, values)
         sync_file(file)
@@ -109,9 +145,9 @@ def _write_json(path: Path, value: Any) -> Written:
     return Written(len(data), hashlib.sha256(data).hexdigest())
 
 
-def _require_room(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _require_room(folder: Path, tensors: Mapping[str, Mapping[str, Tensor | Lazy]]) -> None:
     """Refuse before writing when the snapshot cannot fit: nothing is disturbed then."""
-    need = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
+    need = sum(math.prod(t.shape) * t.dtype.itemsize for group in tensors.values() for t in group.values())
     free = shutil.disk_usage(folder).free
     if need > free:
         raise RunError(
@@ -202,6 +238,12 @@ def newest_valid(run: Path, on_damaged: Callable[[Path, str], None] | None = Non
         if on_damaged is not None:
             on_damaged(path, wrong)
     return None
+
+
+def last_state(run: Path) -> dict[str, Any] | None:
+    """The JSON state of the newest snapshot that looks whole (sizes alone are checked), or None."""
+    path = next((p for p in snapshots(run) if damage(p, quick=True) is None), None)
+    return None if path is None else json.loads((path / STATE).read_text(encoding="utf-8"))
 
 
 def load_snapshot(directory: Path) -> Snapshot:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from ..conditioning.modes import TrainingStrategySection
 from ..conditioning.state import LatentState
 from ..errors import DataError
 from ..models.families import TransformerConfig
+from ..models.modality import Modality
 from ..models.transformer import Perturbations
 from .flow_matching import FlowMatchingSection, ModalityBalance
 from .randomness import KeyedDraws, keyed_generator
@@ -29,7 +31,9 @@ class StepOutput:
 
     loss: scalar to run backward from. video_loss, audio_loss: [B] plain losses before any weighting, detached, None for
     a stream without a loss. video_sigma, audio_sigma: [B]. video_counts, audio_counts: [B] bool, False where a sample
-    has no such loss (a silent clip, a clip that is given whole). tokens: all tokens of the micro-batch.
+    has no such loss (a silent clip, a clip that is given whole, a regularisation clip). regularisation_loss: [B] the sum of
+    both streams' losses of regularisation clips, which regularisation_counts [B] marks; None where there is none.
+    tokens: all tokens of the micro-batch.
     """
 
     loss: Tensor
@@ -40,10 +44,14 @@ class StepOutput:
     video_counts: Tensor | None
     audio_counts: Tensor | None
     tokens: int
+    regularisation_loss: Tensor | None = None
+    regularisation_counts: Tensor | None = None
 
     def per_modality(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Of each generated stream: losses [B], noise levels [B] and whether they count [B], for the step's report."""
         found = {m: (getattr(self, f"{m}_loss"), getattr(self, f"{m}_sigma"), getattr(self, f"{m}_counts")) for m in ("video", "audio")}
+        sigma = self.audio_sigma if self.video_sigma is None else self.video_sigma
+        found["regularisation"] = (self.regularisation_loss, sigma, self.regularisation_counts)
         return {m: values for m, values in found.items() if values[0] is not None}
 
 
@@ -66,6 +74,7 @@ class TrainStep:
 
     transformer: called as ``transformer(video, audio, perturbations)``; may be wrapped for several processes, then
     ``config`` says what the bare one is. balance: the running balance of the streams, fed by the trainer.
+    base: context in which the transformer is the base model, for samples with a prior.
     """
 
     def __init__(
@@ -76,8 +85,9 @@ class TrainStep:
         *,
         config: TransformerConfig | None = None,
         balance: ModalityBalance | None = None,
+        base: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self.transformer, self.strategy, self.objective, self.balance = transformer, strategy, flow_matching, balance
+        self.transformer, self.strategy, self.objective, self.balance, self.base = transformer, strategy, flow_matching, balance, base
         self.config = config or transformer.config
         self._modalities = strategy.modalities()
         self._generated = strategy.streams().generated
@@ -95,8 +105,18 @@ class TrainStep:
         levels = self._levels(states, seed, step, slots, sigma)
         streams = {m: self._noised(m, states[m], levels, seed, step, slots) for m in states}
         given = {m: s.state.modality(s.tokens, s.sigma, batch.context) for m, s in streams.items()}
-        velocity = dict(zip(("video", "audio"), self.transformer(given.get("video"), given.get("audio"), self._silent(batch, streams))))
-        return self._output(batch, streams, velocity)
+        silent = self._silent(batch, streams)
+        prior = self._prior(batch, given, silent)
+        velocity = dict(zip(("video", "audio"), self.transformer(given.get("video"), given.get("audio"), silent)))
+        return self._output(batch, streams, velocity, prior)
+
+    def _prior(self, batch: Batch, given: Mapping[str, Modality], silent: Perturbations | None) -> dict[str, Tensor | None]:
+        """The base model's own velocities for the same noisy input, where a sample trains towards them; else empty."""
+        if batch.prior is None:
+            return {}
+        assert self.base is not None, "samples with a prior need to know how the base model is had"
+        with torch.no_grad(), self.base():
+            return dict(zip(("video", "audio"), self.transformer(given.get("video"), given.get("audio"), silent)))
 
     def _states(self, batch: Batch, seed: int, step: int, slots: Sequence[int]) -> dict[str, LatentState]:
         states = {}
@@ -140,8 +160,11 @@ class TrainStep:
             return None
         return Perturbations(skip_a2v_cross_attn=present.float().expand(self.config.num_layers, -1))
 
-    def _output(self, batch: Batch, streams: Mapping[str, _Stream], velocity: Mapping[str, Tensor | None]) -> StepOutput:
+    def _output(
+        self, batch: Batch, streams: Mapping[str, _Stream], velocity: Mapping[str, Tensor | None], prior: Mapping[str, Tensor | None]
+    ) -> StepOutput:
         losses, counts, total = {}, {}, 0.0
+        general = None if batch.regularisation is None else batch.regularisation.to(batch.weight.device)
         for modality, stream in streams.items():
             if not stream.generated:
                 continue
@@ -152,12 +175,19 @@ class TrainStep:
             if modality == "audio":
                 weight = weight * batch.audio_present.to(weight)[:, None]
             prediction = velocity[modality][:, : state.num_target]
-            loss = self.objective.sample_loss(prediction, state.target(stream.noise), weight)
+            target = state.target(stream.noise)
+            if prior:
+                own = batch.prior.to(target.device)[:, None, None]
+                target = torch.where(own, prior[modality][:, : state.num_target].to(target.dtype), target)
+            loss = self.objective.sample_loss(prediction, target, weight)
             total = total + self._factor(modality) * self.objective.sigma_weight(stream.sigma) * loss
             losses[modality], counts[modality] = loss.detach(), (weight > 0).any(dim=1)
+        regularised = None if general is None else (sum(losses.values()), general & torch.stack(list(counts.values())).any(0))
+        if general is not None:
+            counts = {m: c & ~general for m, c in counts.items()}
         sigma = {m: s.sigma for m, s in streams.items() if s.generated}
         return StepOutput(
-            loss=(total * batch.weight.to(total)).mean(),
+            loss=(total * self._weight(batch, general).to(total)).mean(),
             video_loss=losses.get("video"),
             audio_loss=losses.get("audio"),
             video_sigma=sigma.get("video"),
@@ -165,7 +195,13 @@ class TrainStep:
             video_counts=counts.get("video"),
             audio_counts=counts.get("audio"),
             tokens=sum(s.state.batch * s.state.tokens for s in streams.values()),
+            regularisation_loss=None if regularised is None else regularised[0],
+            regularisation_counts=None if regularised is None else regularised[1],
         )
+
+    def _weight(self, batch: Batch, general: Tensor | None) -> Tensor:
+        """[B]: the samples' own weights, times the objective's for regularisation clips."""
+        return batch.weight if general is None else torch.where(general, batch.weight * self.objective.regularisation_weight, batch.weight)
 
     def _factor(self, modality: str) -> float | Tensor:
         """Weight of a stream's loss: as set, times the running balance for sound beside video."""

@@ -101,6 +101,73 @@ def test_caption_dropout_swaps_the_key(root):
     assert store.keys == ["text-" + "e" * 40] * 2
 
 
+class KeyContexts:
+    """Contexts that tell the caption: the last digit of its key, for both streams."""
+
+    def batch(self, keys):
+        value = torch.tensor([float(int(k[-1], 16)) for k in keys])[:, None, None]
+        return Context(value, value.clone())
+
+
+def dropped_share(root, **rates):
+    """Shares of samples that lost the caption in (video, audio, both) over many steps, and the contexts themselves."""
+    data = CachedDataset(root)
+    batches = Batches(data, make_sampler(data, section(), batch_size=2, accumulation=1, seed=0), KeyContexts(), workers=0, caption_dropout=section(**rates).caption_dropouts)
+    contexts = [batches.get(step).context for step in range(400)]
+    video, audio = torch.cat([c.video for c in contexts]).view(-1) == 14, torch.cat([c.audio for c in contexts]).view(-1) == 14
+    return video.float().mean(), audio.float().mean(), (video & audio).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({}, (0, 0, 0)),
+        ({"caption_dropout": 0.5}, (0.5, 0.5, 0.5)),
+        ({"video_caption_dropout": 0.5}, (0.5, 0, 0)),
+        ({"audio_caption_dropout": 0.5}, (0, 0.5, 0)),
+        ({"video_caption_dropout": 0.5, "audio_caption_dropout": 0.5}, (0.5, 0.5, 0.25)),
+        ({"caption_dropout": 0.2, "video_caption_dropout": 0.5}, (0.6, 0.2, 0.2)),
+    ],
+)
+def test_caption_dropout_by_stream_is_by_independent_coins(root, rates, expected):
+    assert dropped_share(root, **rates) == pytest.approx(expected, abs=0.06)  # 800 coins: 3 deviations of a fair one are 0.053
+
+
+def test_caption_dropout_does_not_depend_on_how_the_batch_is_split(root):
+    data, rates = CachedDataset(root), section(caption_dropout=0.3, video_caption_dropout=0.3, audio_caption_dropout=0.3).caption_dropouts
+
+    def contexts(world, accumulation):
+        found = []
+        for rank in range(world):
+            sampler = make_sampler(data, section(), batch_size=1, accumulation=accumulation, seed=3)
+            batches = Batches(data, sampler, KeyContexts(), workers=0, rank=rank, world=world, caption_dropout=rates)
+            found.append([batches.get(step, micro).context for step in range(8) for micro in range(accumulation)])
+        return [(float(c.video), float(c.audio)) for together in zip(*found) for c in together]
+
+    assert contexts(1, 4) == contexts(2, 2) == contexts(4, 1)
+
+
+def test_a_cache_without_the_empty_caption_may_be_given_one(root):
+    data = CachedDataset(root)
+    data.manifest = replace(data.manifest, texts={})
+    sampler = make_sampler(data, section(), batch_size=1, accumulation=1, seed=0)
+    with pytest.raises(DataError, match="empty caption"):
+        Batches(data, sampler, KeyContexts(), workers=0, caption_dropout=0.1)
+    batches = Batches(data, sampler, KeyContexts(), workers=0, caption_dropout=1.0, empty_text="given-f")
+    assert float(batches.get(0).context.video) == 15.0
+
+
+def test_regularisation_reaches_the_batch(root):
+    data = CachedDataset(root)
+    assert not data.has_prior() and collate([data.item(0)], Context(torch.zeros(1, 1, 1), None)).prior is None
+    kinds = ["", "plain", "prior"]
+    data.manifest = replace(data.manifest, entries=tuple(replace(e, regularisation=kinds[n % 3], roles={}) for n, e in enumerate(data.manifest.entries)))
+    batch = collate([data.item(n) for n in (0, 2, 3)], Context(torch.zeros(3, 1, 1), None)).to("cpu", torch.float64)
+    assert data.has_prior() and batch.regularisation.tolist() == [False, True, False] == batch.prior.tolist()
+    plain = collate([data.item(1)], Context(torch.zeros(1, 1, 1), None))
+    assert plain.regularisation.tolist() == [True] and plain.prior is None
+
+
 def test_ragged_contexts_are_masked():
     joined = join_contexts([Context(torch.ones(1, 2, 3), None), Context(torch.ones(1, 4, 3), None)])
     assert joined.video.shape == (2, 4, 3) and joined.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]

@@ -185,10 +185,11 @@ def test_memory_lists():
 
 def test_chain(tmp_path):
     touch(tmp_path / "one" / "a.png"), touch(tmp_path / "two" / "one" / "a.png")
-    first = FolderSource(path=str(tmp_path / "one"), repeats=3, weight=0.5, captions=Captions(policy="trigger", trigger="A"), resolution_buckets="64x64")
+    first = FolderSource(path=str(tmp_path / "one"), repeats=3, weight=0.5, captions=Captions(policy="trigger", trigger="A"), resolution_buckets="64x64", regularisation="prior")
     second = FolderSource(path=str(tmp_path / "two" / "one"), captions=Captions(policy="trigger", trigger="B"))
     found = ChainSource(sources=[first, second], repeats=2).samples()
     assert [(s.id, s.caption, s.repeats, s.weight, s.buckets) for s in found] == [("one/a.png", "A", 6, 0.5, "64x64"), ("one~2/a.png", "B", 2, 1.0, None)]
+    assert [s.regularisation for s in found] == ["prior", ""]
 
 
 def test_named_columns_and_kinds_by_path(tmp_path):

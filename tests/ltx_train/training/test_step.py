@@ -1,5 +1,6 @@
 """TrainStep on tiny models: the loss against plain formulas, keyed randomness, silent clips, streams left out."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ltx_train.models.families import TransformerConfig
 from ltx_train.models.transformer import load_transformer
 from ltx_train.text import Context
 from ltx_train.training.flow_matching import FlowMatchingSection, ModalityBalance, ShiftedLogitNormalSampler
+from ltx_train.training.metrics import StepMeter, summarise
 from ltx_train.training.randomness import key_of, keyed_generator
 from ltx_train.training.step import TrainStep
 
@@ -184,6 +186,54 @@ def test_weights_of_streams_samples_and_noise_levels():
     weigh = lambda s: torch.minimum((1 - s) ** 2, 5 * s**2)  # noqa: E731
     per_sample = 0.3 * weigh(out.video_sigma) * out.video_loss + 3.0 * 0.25 * weigh(out.audio_sigma) * out.audio_loss
     torch.testing.assert_close(out.loss.detach(), (data.weight * per_sample).mean())
+
+
+class WithAdapter(FakeTransformer):
+    """An adapter adds ``extra`` to every velocity; the base model is the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra, self.on = nn.Parameter(torch.tensor(0.25)), True
+
+    def forward(self, video, audio, perturbations=None):
+        return tuple(None if v is None else v + self.extra * self.on for v in super().forward(video, audio, perturbations))
+
+    @contextmanager
+    def base(self):
+        self.on = False
+        yield
+        self.on = True
+
+
+def test_regularisation_clips_are_weighed_and_reported_apart():
+    data = replace(batch(3), weight=torch.tensor([1.0, 2.0, 1.0]), regularisation=torch.tensor([False, True, False]))
+    out = TrainStep(FakeTransformer(), mode("t2v_audio").strategy(), FlowMatchingSection(regularisation_weight=0.25))(data, seed=0, step=0, slot=0)
+    each = out.video_loss + out.audio_loss
+    torch.testing.assert_close(out.loss.detach(), (each[0] + 2 * 0.25 * each[1] + each[2]) / 3)
+    assert out.video_counts.tolist() == out.audio_counts.tolist() == [True, False, True] and out.regularisation_counts.tolist() == [False, True, False]
+    report = StepMeter()
+    report.add(out.loss, out.per_modality())
+    summary = summarise(report.tensor(), 1)
+    assert summary.video_loss == pytest.approx(float(out.video_loss[[0, 2]].mean())) and summary.regularisation_loss == pytest.approx(float(each[1]))
+    assert TrainStep(FakeTransformer(), mode("t2v").strategy(), FlowMatchingSection())(batch(), seed=0, step=0, slot=0).regularisation_loss is None
+
+
+def test_prior_clips_train_towards_the_base_models_own_prediction():
+    model = WithAdapter()
+    data = replace(batch(2), regularisation=torch.tensor([False, True]), prior=torch.tensor([False, True]))
+    step = TrainStep(model, mode("t2v_audio").strategy(), FlowMatchingSection(), base=model.base)
+    out = step(data, seed=0, step=0, slot=0)
+    plain = TrainStep(model, mode("t2v_audio").strategy(), FlowMatchingSection())(batch(2), seed=0, step=0, slot=0)
+    for name in ("video_loss", "audio_loss"):
+        assert getattr(out, name)[0] == getattr(plain, name)[0]
+        torch.testing.assert_close(getattr(out, name)[1], torch.tensor(0.25**2))  # base + 0.25 against base
+    out.loss.backward()
+    assert model.on and model.extra.grad is not None
+    model.zero_grad()
+    only = replace(data, regularisation=torch.tensor([True, True]), prior=torch.tensor([True, True]))
+    model.extra.data.zero_()
+    step(only, seed=0, step=0, slot=0).loss.backward()
+    assert model.extra.grad == 0, "an adapter that changes nothing yet is where it should be"
 
 
 def test_fixed_levels_for_held_out_losses():

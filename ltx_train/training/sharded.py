@@ -1,0 +1,206 @@
+"""Full fine-tuning over several processes: FSDP2 shards of float32 masters, gathered tensor by tensor for files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, LtxTrainError
+from ..models.checkpoint import Checkpoint
+from ..models.families import TRANSFORMER_PREFIX
+from ..models.transformer import LTXTransformer, keeps_float32, load_transformer, transformer_source
+from ..models.weights import check_weights, load_weights
+from ..tensorfile import Lazy, writing_order
+from .full import FullWeights
+from .parallel import Parallel
+from .trainable import Groups
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+ELEMENTWISE = ("adamw", "adamw_schedulefree")
+"""Optimizers whose update of a number needs that number's own gradient alone, so that a shard can be moved by itself."""
+
+
+def check_sharded(optimizer: str, dtype: torch.dtype, *, quantization: str | None, stored_quantised: bool) -> None:
+    """Raise ConfigError, with the reason, for what cannot be trained in shards."""
+    if quantization or stored_quantised:
+        raise ConfigError(
+            "full.quantized", "A quantised base cannot be fully fine-tuned, and FSDP2 would dequantise it without a word.",
+            "Use the bf16 checkpoint without acceleration.quantization, or train a LoRA: its frozen base may be quantised on every GPU.",
+        )  # fmt: skip
+    if optimizer not in ELEMENTWISE:
+        raise ConfigError(
+            "full.optimizer", f"The optimizer {optimizer} cannot train shards: it looks at whole tensors or at blocks of them.", f"Use {' or '.join(ELEMENTWISE)} on several GPUs."
+        )  # fmt: skip
+    if dtype == torch.float16:
+        raise ConfigError("full.fp16", "Full fine-tuning on several GPUs computes in bf16 or float32, not in fp16.", "Set acceleration.mixed_precision_mode to bf16.")
+
+
+def load_sharded(checkpoint: Checkpoint, parallel: Parallel, *, dtype: torch.dtype, video: bool = True, audio: bool = True) -> LTXTransformer:
+    """The checkpoint's transformer with float32 weights in shards over the ranks, computing in ``dtype``.
+
+    Block by block: a rank reads a block, keeps its rows and forgets the others, so that never more than one block is whole.
+    The modulation tables are small and float32 in the computation too: every rank holds them.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = load_transformer(checkpoint, dtype=torch.float32, device="meta", video=video, audio=audio).requires_grad_(True)
+    source = transformer_source(checkpoint, model)
+    check_weights(model, source)
+    mesh = init_device_mesh(parallel.device.type, (parallel.world,))
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    whole: set[nn.Parameter] = set()
+
+    def shard(module: nn.Module, **options: Any) -> None:
+        whole.update(p for name, p in module.named_parameters() if keeps_float32(name))
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole, **options)
+
+    for index, block in enumerate(model.transformer_blocks):
+        load_weights(block, source.subset(f"transformer_blocks.{index}."), dtype=torch.float32, device=parallel.device)
+        shard(block, reshard_after_forward=True)
+    rest = source.renamed(lambda name: None if name.startswith("transformer_blocks.") else name)
+    load_weights(model, rest, dtype=torch.float32, device=parallel.device, ignore=("transformer_blocks.*",))
+    shard(model, reshard_after_forward=False)
+    return model.eval()
+
+
+class ShardedWeights(FullWeights):
+    """:class:`FullWeights` of which every rank holds, moves and keeps the optimizer state of its own rows.
+
+    The optimizer sees plain tensors: this rank's rows, which FSDP2 gathers from in the next forward pass. Saving gathers one
+    tensor at a time; what is saved is whole, so that any number of processes may go on with it.
+    """
+
+    sharded = True
+
+    def __init__(self, transformer: LTXTransformer, checkpoint: Checkpoint, dtype: torch.dtype, parallel: Parallel) -> None:
+        self.parallel = parallel
+        super().__init__(transformer, checkpoint, dtype)
+        self.network = dict(transformer.named_parameters())
+        self.split = {name: self._rows(p) for name, p in self.network.items() if _is_sharded(p)}
+        self.names = list(self.masters)
+        flags = [name in self.split for name in self.names]
+        self._in_shards = torch.tensor(flags, device=parallel.device)
+
+    def _masters(self) -> dict[str, nn.Parameter]:
+        local = lambda p: nn.Parameter(p.detach().to_local()) if _is_sharded(p) else p  # noqa: E731
+        return {name: local(p) for name, p in self.transformer.named_parameters()}
+
+    def _rows(self, parameter: DTensor) -> tuple[int, int]:
+        """[first, last) rows of a tensor on this rank: equal chunks, the last ones shorter or empty."""
+        rows, chunk = parameter.shape[0], -(-parameter.shape[0] // self.parallel.world)
+        first, last = (min(rows, chunk * n) for n in (self.parallel.rank, self.parallel.rank + 1))
+        assert parameter.to_local().shape[0] == last - first
+        return first, last
+
+    # -- steps --
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Gradients arrive as shards, averaged over the ranks in float32; those of the tables are each rank's own."""
+        for name in self.split:
+            parameter, master = self.network[name], self.masters[name]
+            if parameter.grad is not None:
+                arrived = parameter.grad.to_local()
+                master.grad = arrived if master.grad is None else master.grad.add_(arrived)
+                parameter.grad = None
+
+    def average_gradients(self, parallel: Parallel) -> None:
+        parallel.average_gradients(p for name, p in self.masters.items() if name not in self.split)
+
+    def share(self, parallel: Parallel) -> None:
+        parallel.share(p for name, p in self.masters.items() if name not in self.split)
+
+    def whole_squares(self, squares: Tensor) -> Tensor:
+        total = squares.clone()
+        torch.distributed.all_reduce(total)
+        return torch.where(self._in_shards, total, squares)
+
+    # -- files --
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor, on every rank: all of them must ask for it."""
+        from torch.distributed.tensor import DTensor
+
+        if name not in self.split:
+            return part
+        like = self.network[name]
+        moved = part.detach().to(self.parallel.device)
+        return DTensor.from_local(moved, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()).full_tensor()
+
+    def _part(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
+        if name not in self.split:
+            return state[name]
+        first, last = self.split[name]
+        return state.rows(name, first, last) if hasattr(state, "rows") else state[name][first:last]
+
+    def check_finite(self) -> None:
+        bad = [name for name, master in self.masters.items() if not bool(torch.isfinite(master).all())]
+        everywhere = [name for part in self.parallel.gather(bad[:1]) for name in part]
+        if everywhere:
+            raise LtxTrainError("full.not_finite", f"The model is not saved: {everywhere[0][-70:]} has NaN or infinite values.", "Go on from the last good snapshot with a lower learning rate.")
+
+    def write(self, path: Path, step: int) -> int:
+        if self.parallel.is_main:
+            return super().write(path, step)
+        self.check_finite()
+        own = {name: entry for name, entry in self.entries().items() if name.removeprefix(TRANSFORMER_PREFIX) in self.masters}
+        self.take_part({"model": own})
+        return len(self.masters)
+
+    def whole(self, groups: Groups, state: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
+        def entry(group: str, name: str, value: Tensor) -> Tensor | Lazy:
+            owner = self._owner(group, name)
+            if owner not in self.split or value.dim() == 0:
+                return value
+            return Lazy(self.shapes[owner], value.dtype, lambda: self._whole(owner, value))
+
+        made = {group: {name: entry(group, name, value) for name, value in tensors.items()} for group, tensors in groups.items()}
+        if "optimizer" in state:
+            state = {**state, "optimizer": {**state["optimizer"], "shapes": [list(self.shapes[name]) for name in self.names]}}
+        return made, state
+
+    def _owner(self, group: str, name: str) -> str:
+        """The parameter that a tensor of a group belongs to: an optimizer's are numbered."""
+        return self.names[int(name.partition(".")[0])] if group == "optimizer" else name
+
+    def take_part(self, groups: Groups) -> None:
+        for tensors in groups.values():
+            for name in writing_order(tensors):
+                if isinstance(tensors[name], Lazy):
+                    tensors[name].make()
+
+    def own_part(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        group = "optimizer" if rest else "weights"
+        if rest and rest["shapes"] == [list(self.shapes[name]) for name in self.names]:
+            rest = {**rest, "shapes": [list(p.shape) for p in self.masters.values()]}
+        return _OwnRows(tensors, lambda name: self.split.get(self._owner(group, name))), rest
+
+
+class _OwnRows(Mapping[str, Tensor]):
+    """Saved tensors of which a rank reads its own rows alone; ``rows_of(name)`` is None for what every rank holds."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], rows_of: Any) -> None:
+        self._tensors, self._rows_of = tensors, rows_of
+
+    def __getitem__(self, name: str) -> Tensor:
+        rows = self._rows_of(name)
+        if rows is None or not self._tensors.shape(name):
+            return self._tensors[name]
+        return self._tensors.rows(name, *rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
