@@ -96,7 +96,7 @@ def explain_os_error(error: OSError) -> LtxTrainError | None:
     """What a refused file operation means for the user, or None for one that only our own fault can cause."""
     where = str(error.filename) if error.filename else "a file"
     said = {
-        errno.ENOSPC: ("disk.full", f"The disk is full: {where} could not be written.", "Free some space and start again: a run goes on from its last snapshot."),
+        errno.ENOSPC: ("disk.full", f"The disk is full: {where}.", "Free some space and start again: a run goes on from its last snapshot."),
         errno.EACCES: ("file.permission", f"No permission to use {where}", "Give your user the right to read and write there, or choose another folder."),
         errno.EROFS: ("file.read_only", f"The disk is read-only: {where}", "Choose a folder on a disk that can be written."),
         errno.ENAMETOOLONG: ("file.name_too_long", f"The name is too long for this disk: {where}", "Use a shorter name or a folder nearer to the root of the disk."),

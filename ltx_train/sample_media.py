@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,12 @@ from .data.probe import Probe, probe
 from .data.sound import read_sound
 from .data.sources import Sample
 from .errors import DataError
-from .geometry import AudioGrid, Latents, VideoFactors, VideoGrid, pool_mask
+from .geometry import AudioGrid, Latents, VideoFactors, VideoGrid, patchify, pool_mask, unpatchify
 from .models.codec import Codec
+from .models.safetensors_file import SafetensorsFile
+from .sampling.denoise import Noise
 from .sampling.recipe import ValidationSample
-from .sampling.sample_conditions import MediaNeed
+from .sampling.sample_conditions import MediaNeed, States
 
 
 def encode_conditions(sample: ValidationSample, video_grid: VideoGrid, audio_grid: AudioGrid | None, codec: Codec, crf: int) -> list[Media]:
@@ -120,3 +123,30 @@ def h264_round_trip(frames: Tensor, crf: int) -> Tensor:
     with av.open(buffer) as container:
         decoded = [torch.from_numpy(f.to_ndarray(format="rgb24")) for f in container.decode(video=0)]
     return torch.stack(decoded)
+
+
+def read_noise(sample: ValidationSample, states: States) -> Noise | None:
+    """The start noise that a sample's file gives, None without one. Raises DataError for a file that does not fit."""
+    if sample.noise is None:
+        return None
+    file, found = SafetensorsFile.open(Path(sample.noise).expanduser()), {}
+    for stream in ("video", "audio"):
+        state = states[stream]
+        if state is None or state.levels == (0.0,):
+            continue
+        values = file.read(stream) if stream in file.spans else None
+        wanted = unpatchify(state.clean[:, : state.num_target], state.grid).shape
+        if values is None or values.shape != wanted:
+            have = "none" if values is None else list(values.shape)
+            raise DataError("sample.noise", f"The noise for {stream} must be {list(wanted)}; the file has {have}."[:118], f"In {sample.noise}, under the name {stream}.")
+        found[stream] = patchify(values.to(state.device, torch.float32))
+    return Noise(found.get("video"), found.get("audio"))
+
+
+def reference_beside(sample: ValidationSample, grid: VideoGrid) -> Tensor | None:
+    """Frames [F, H, W, 3] uint8 of the first reference that is to be shown beside the sample, None without one."""
+    for condition in sample.conditions:
+        if getattr(condition, "include_in_output", False) and condition.modality == "video":
+            need = condition.needs(grid)[0]
+            return read_frames(need, probe(need.path.expanduser()), grid.fps, grid.factors)
+    return None

@@ -78,7 +78,11 @@ class EngineCodec:
         self._loaded: tuple[str, object] | None = None
 
     def fingerprint(self, component: CodecComponent) -> str:
-        return self.checkpoint.fingerprint_of(component)
+        """See :class:`Codec`; text features also hang on the model's projection: LTX-2 and 2.3 share one Gemma 3 file."""
+        mark = self.checkpoint.fingerprint_of(component)
+        if component == "text_encoder" and self.checkpoint.has("text_projection"):
+            mark = f"{mark}-{self.checkpoint.fingerprint_of('text_projection')}"
+        return mark
 
     @torch.no_grad()
     def encode_video(self, frames: Tensor) -> Tensor:
@@ -145,14 +149,17 @@ class EngineCodec:
     def _tiling(self, codec: VideoCodec, frames: int, height: int, width: int, *, decode: bool) -> Tiling | None:
         if self.tiling != "auto":
             return self.tiling
-        return Tiling.for_memory(int(_free_bytes(self.device) * _USABLE), width, height, frames, codec.bytes_per_pixel(decode=decode))
+        return Tiling.for_memory(int(free_bytes(self.device) * _USABLE), width, height, frames, codec.bytes_per_pixel(decode=decode))
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Bytes that work on ``device`` can still take, counting what torch's allocator holds and does not use."""
+def free_bytes(device: torch.device) -> int:
+    """Bytes that work on ``device`` can still take, counting what torch's allocator holds and does not use, under its limit if one is set."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)  # newer torch
+        limit = int(total * share)
+        return max(0, min(free + torch.cuda.memory_reserved(device) - used, limit - used))
     import psutil
 
     return psutil.virtual_memory().available

@@ -98,7 +98,7 @@ def denoise(
     first = schedule.sigmas[0]
     tokens = {m: s.noised(getattr(start, m).to(s.clean), _sigma(s, first)) if m in free else s.clean for m, s in states.items()}
 
-    with _evaluating(transformer):
+    with evaluating(transformer):
         for index, (sigma, following) in enumerate(zip(schedule.sigmas, schedule.sigmas[1:])):
             given = {m: (s, tokens[m], _sigma(s, sigma if m in free else 0.0)) for m, s in states.items()}
             results = _run(transformer, given, passes, batched, check)
@@ -205,7 +205,7 @@ def _joined_perturbations(group: list[_Pass], batch: int) -> Perturbations | Non
 
 
 @contextmanager
-def _evaluating(module: nn.Module):
+def evaluating(module: nn.Module):
     """Eval mode (no dropout) for the time of the block, every submodule's own mode restored after."""
     modes = [(m, m.training) for m in module.modules() if m.training]
     module.eval()

@@ -45,6 +45,7 @@ class ValidationSample(Section):
     video_dims: Dims | None = Field(None, description="Width, height, frames of this sample; None takes the section's.")
     seed: int | None = Field(None, description="Seed of this sample (0 is a seed); None takes the section's.")
     negative_prompt: str | None = Field(None, description="Negative prompt of this sample; None takes the section's.")
+    noise: str | None = Field(None, description="Start noise from a safetensors file (latents named video, audio) instead of the seed.")
 
     @field_validator("conditions")
     @classmethod
@@ -163,7 +164,7 @@ class ValidationSection(Section):
 
     def missing_files(self) -> list[Path]:
         """Named condition files that do not exist."""
-        named = (path for s in self.samples for c in s.conditions for path in c.files())
+        named = [path for s in self.samples for c in s.conditions for path in c.files()] + [Path(s.noise) for s in self.samples if s.noise]
         return [path for path in dict.fromkeys(named) if not path.is_file()]
 
     def streams_of(self, sample: ValidationSample, *, has_audio: bool) -> tuple[str, ...]:

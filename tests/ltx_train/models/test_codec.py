@@ -62,10 +62,10 @@ def test_kind_and_fingerprints(codec: EngineCodec) -> None:
 
 
 def test_tiles_follow_free_memory(codec: EngineCodec, monkeypatch) -> None:
-    monkeypatch.setattr("ltx_train.models.codec._free_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr("ltx_train.models.codec.free_bytes", lambda device: 1 << 40)
     video = codec._video("decoder")
     assert codec._tiling(video, 121, 1088, 1920, decode=True) is None
-    monkeypatch.setattr("ltx_train.models.codec._free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("ltx_train.models.codec.free_bytes", lambda device: 1 << 20)
     assert codec._tiling(video, 121, 1088, 1920, decode=True) == Tiling(256, 64, 32, 16)
     codec.tiling = None
     assert codec._tiling(video, 121, 1088, 1920, decode=True) is None
