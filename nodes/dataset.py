@@ -15,11 +15,13 @@ from ..ltx_train.geometry import VideoFactors
 from . import paths, schema, sockets
 from .follow import Screen
 
+ClipOptions = schema.is_section(DataSection.model_fields["clips"].annotation)
+Captions = schema.is_section(DataSection.model_fields["captions"].annotation)
 NONE = "(type a path below)"
-CLIP_FIELDS = ("fps", "frame_selection", "windows", "window_stride", "frame_step", "crop", "letterbox", "audio", "audio_durations", "audio_max_seconds", "hdr", "alpha")
-CAPTION_FIELDS = ("trigger", "policy", "missing", "remove_llm_prefixes")
-ROLE_FIELDS = ("reference_video", "reference_audio", "video_mask", "audio_mask", "audio")
-BASIC = {"fps", "frame_selection", "windows", "trigger", "policy", "audio", "repeats"}
+CLIP_FIELDS = ("fps", "frame_selection", "windows", "crop", "audio")
+CAPTION_FIELDS = ("trigger", "policy", "missing")
+ROLE_FIELDS = ("reference_video", "reference_audio", "video_mask", "audio_mask")
+BASIC = {"fps", "frame_selection", "trigger", "policy", "audio"}
 FACTORS = VideoFactors(8, 32, 32)
 """Of every LTX family; the encoder checks again with the model's own."""
 
@@ -29,8 +31,6 @@ class LTXTrainDataset(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        clips, captions = _class("clips"), _class("captions")
-        basic = {"basic": BASIC}
         return io.Schema(
             node_id="LTXTrainDataset",
             display_name="LTX Dataset",
@@ -43,16 +43,16 @@ class LTXTrainDataset(io.ComfyNode):
                 io.String.Input("path", default="", optional=True, advanced=True, tooltip="A path instead: input/..., datasets/..., output/..., or a folder that the server's owner allows."),
                 io.String.Input("buckets", default="auto", tooltip="Sizes to train at, such as 768x512x49;512x768x49;768x512 (width x height x frames). auto proposes them from the clips."),
                 io.Int.Input("token_budget", default=4096, min=1, max=1_000_000, advanced=True, tooltip="With auto buckets: latent tokens a clip may have (768x512x49 has 2,688)."),
-                *schema.inputs_of(captions, CAPTION_FIELDS, **basic),
-                *schema.inputs_of(clips, CLIP_FIELDS, **basic),
+                *schema.inputs_of(Captions, CAPTION_FIELDS, basic=BASIC),
+                *schema.inputs_of(ClipOptions, CLIP_FIELDS, basic=BASIC),
                 io.Int.Input("repeats", default=1, min=1, max=10000, tooltip="Times an epoch each clip is seen."),
                 io.Float.Input("weight", default=1.0, min=0.0, max=100.0, step=0.1, advanced=True, tooltip="Factor on the loss of these clips."),
                 io.Float.Input("caption_dropout", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True, tooltip="Share of samples that train with an empty caption."),
-                io.Int.Input("reference_downscale_factor", default=1, min=1, max=16, advanced=True, tooltip="References are this much smaller than the clip (IC-LoRA)."),
                 *[
                     io.String.Input(role, default="", optional=True, advanced=True, tooltip=f"Folder with a {role.replace('_', ' ')} of the same name for each clip.")
-                    for role in ROLE_FIELDS if role != "audio"
+                    for role in ROLE_FIELDS
                 ],
+                sockets.Settings["clips"].Input("clips", optional=True, tooltip="From LTX Clip Settings: how clips are cut, scaled and cleaned, reference factors."),
                 sockets.Dataset.Input("previous", optional=True, tooltip="Another dataset that is trained together with this one; its sizes and cutting are kept per dataset where given."),
             ],
             outputs=[sockets.Dataset.Output("ltx_dataset", display_name="ltx_dataset"), io.String.Output("report", display_name="report")],
@@ -88,22 +88,16 @@ class LTXTrainDataset(io.ComfyNode):
         return io.NodeOutput(made, text, ui={"ltx_text": [text], "ltx_table": [table(report)]})
 
 
-def _class(field: str) -> type:
-    kind = schema.is_section(DataSection.model_fields[field].annotation)
-    assert kind is not None
-    return kind
-
-
 def describe(place: Path, widgets: dict[str, Any], previous: sockets.LtxDataset | None = None) -> sockets.LtxDataset:
     """The node's widgets as a data section; a previous dataset's sources come first."""
-    captions = schema.values_of(_class("captions"), widgets, only=CAPTION_FIELDS)
+    captions = schema.values_of(Captions, widgets, only=CAPTION_FIELDS)
     fields = {"repeats": widgets.get("repeats", 1), "weight": widgets.get("weight", 1.0), "captions": captions, "name": ""}
     source = open_source(place, **fields)
     roles = {role: str(paths.resolve(widgets[role], what="folder")) for role in ROLE_FIELDS if widgets.get(role)}
     if roles and isinstance(source, FolderSource):
         source = source.model_copy(update=roles)
-    clips = schema.values_of(_class("clips"), widgets, only=CLIP_FIELDS)
-    clips["reference_downscale_factor"] = widgets.get("reference_downscale_factor", 1)
+    further = widgets.get("clips")
+    clips = schema.values_of(ClipOptions, widgets, only=CLIP_FIELDS) | (dict(further.fields) if further is not None else {})
     buckets = (widgets.get("buckets") or "auto").strip()
     sources: list[FolderSource | TableSource] = [source]
     if previous is not None:

@@ -12,6 +12,7 @@ from ..ltx_train.conditioning.modes import MODES
 from ..ltx_train.config import (
     AccelerationSection,
     CheckpointsSection,
+    DataSection,
     DistributedSection,
     FlowMatchingSection,
     LoraSection,
@@ -27,6 +28,7 @@ from . import paths, schema, sockets
 
 CATEGORY = f"{sockets.CATEGORY}/settings"
 OWN = "auto"
+ClipOptions = schema.is_section(DataSection.model_fields["clips"].annotation)
 Ema = schema.is_section(OptimizationSection.model_fields["ema"].annotation)
 
 
@@ -242,6 +244,22 @@ class LTXTrainCheckpointSettings(_SettingsNode):
         return schema.values_of(CheckpointsSection, widgets)
 
 
+class LTXTrainClipSettings(_SettingsNode):
+    """How clips are cut, scaled and cleaned, beyond what the dataset node asks."""
+
+    socket, section = "clips", "clips"
+    LEAVE = ("fps", "frame_selection", "windows", "crop", "audio")
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = schema.inputs_of(ClipOptions, leave=cls.LEAVE)
+        return cls.made("LTXTrainClipSettings", "LTX Clip Settings", "How clips are cut, scaled and cleaned; reference factors for IC-LoRA. For LTX Dataset.", inputs)
+
+    @classmethod
+    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
+        return schema.values_of(ClipOptions, widgets)
+
+
 class LTXTrainDistributionSettings(_SettingsNode):
     """Processes on several GPUs or machines."""
 
@@ -323,5 +341,6 @@ NODES = (
     LTXTrainMemorySettings,
     LTXTrainCheckpointSettings,
     LTXTrainModeSettings,
+    LTXTrainClipSettings,
     LTXTrainDistributionSettings,
 )

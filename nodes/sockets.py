@@ -18,7 +18,7 @@ Cache = io.Custom("LTX_CACHE")
 Run = io.Custom("LTX_RUN")
 Settings = {
     name: io.Custom(f"LTX_{name.upper()}")
-    for name in ("adapter", "optimizer", "objective", "validation", "memory", "checkpoints", "mode_settings", "distribution")
+    for name in ("adapter", "optimizer", "objective", "validation", "memory", "checkpoints", "mode_settings", "distribution", "clips")
 }
 """One socket a settings node: what it sets cannot be plugged in elsewhere."""
 

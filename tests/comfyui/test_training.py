@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 NODES = {
     "LTXTrainLoadModel", "LTXTrainDataset", "LTXTrainPreprocess", "LTXTrainLoRA", "LTXTrainSample", "LTXTrainSaveLoRA", "LTXTrainLoadRun",
     "LTXTrainAdapterSettings", "LTXTrainOptimizerSettings", "LTXTrainObjectiveSettings", "LTXTrainValidationSettings", "LTXTrainMemorySettings",
-    "LTXTrainCheckpointSettings", "LTXTrainModeSettings", "LTXTrainDistributionSettings",
+    "LTXTrainCheckpointSettings", "LTXTrainModeSettings", "LTXTrainClipSettings", "LTXTrainDistributionSettings",
 }  # fmt: skip
 WIDTHS = {"ltx2.3": 48, "ltx2": 16, "ltx2.5": 48, "ltxv-2b": 16}
 

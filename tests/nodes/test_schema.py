@@ -128,7 +128,7 @@ def test_settings_nodes_left_alone_say_what_the_sections_say(pack):
     names = {"lora": "LoraSection", "optimization": "OptimizationSection", "flow_matching": "FlowMatchingSection", "validation": "ValidationSection", "acceleration": "AccelerationSection", "checkpoints": "CheckpointsSection", "distributed": "DistributedSection"}
     seen = set()
     for name, node in pack.nodes.items():
-        if not name.endswith("Settings") or name == "LTXTrainModeSettings":
+        if not name.endswith("Settings") or name in ("LTXTrainModeSettings", "LTXTrainClipSettings"):
             continue
         widgets = {}
         for one in node.define_schema().inputs:
