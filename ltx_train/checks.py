@@ -51,6 +51,8 @@ def check_packages(config: TrainConfig) -> list[str]:
         raise ConfigError("device.missing", f"acceleration.device is {wanted}, and torch sees no GPU here.", "Install the torch for your GPU, or set device: cpu or auto.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError("device.missing", f"acceleration.device is {wanted}; there are {torch.cuda.device_count()} GPUs.", "They are counted from cuda:0.")
+    if device.type in ("mps", "xpu") and not getattr(torch, device.type).is_available():
+        raise ConfigError("device.missing", f"acceleration.device is {wanted}, and this torch has no {device.type} device here.", "Set device: auto, cuda or cpu.")
     verdict = capability(config.acceleration.quantization, Facts.here(device))
     if verdict.action == "refuse":
         raise ConfigError("quantization.refused", f"quantization {config.acceleration.quantization} cannot work here.", verdict.reason)
@@ -72,7 +74,7 @@ def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
         first = dataset.item(0)
         strategy.check({m: latents.grid for m in strategy.streams().present if (latents := getattr(first, m)) is not None})
         return [f"data: {len(dataset)} encoded clips, {dataset.audio_coverage():.0%} with sound"]
-    wants_sound = strategy.streams().audio != "absent"
+    wants_sound = strategy.streams().audio != "absent" and checkpoint.family.audio
     report = report_on(section, Target.of(checkpoint), strategy.required_roles(), with_audio=wants_sound)
     usable_or_raise(report)
     for grids in _grids(report, checkpoint, audio if wants_sound else None):
@@ -80,7 +82,8 @@ def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
     sounding = sum(p.sound is not None for p in report.plans)
     if wants_sound and not (strategy.streams().video == "generated" and strategy.streams().audio == "generated"):
         strategy.check_sound(len(report.plans), len(report.plans) - sounding)
-    return _said(config, report, sounding)
+    silent = [] if wants_sound or strategy.streams().audio == "absent" else [f"{checkpoint.family.title} has no sound: only video is trained"]
+    return _said(config, report, sounding) + silent
 
 
 def _grids(report: Report, checkpoint: Checkpoint, audio: AudioGrid | None) -> list[dict[str, Grid]]:
@@ -146,8 +149,11 @@ def check_adapter(config: TrainConfig, network: LTXTransformer, streams: Sequenc
     chosen = select(layers, config.lora.target_modules, config.lora.exclude_modules, streams)
     numbers = sum(config.lora.rank_of(n) * (layers[n].in_features + layers[n].out_features) for n in chosen)
     size = f", {numbers * config.checkpoints.dtype.itemsize / 2**20:,.1f} MiB" if config.lora.kind in ("lora", "rslora") else ""
-    nothing = unmatched(layers, config.lora.target_modules)
-    return [f"adapter: {config.lora.kind} of rank {config.lora.rank} on {len(chosen)} modules{size}", *(f"lora.target_modules: {t} matches no module" for t in nothing)]
+    lines = [f"adapter: {config.lora.kind} of rank {config.lora.rank} on {len(chosen)} modules{size}"]
+    wide = [n for n in chosen if config.lora.rank_of(n) > min(layers[n].in_features, layers[n].out_features)]
+    if wide:
+        lines.append(f"lora.rank {config.lora.rank} is above the full rank of {len(wide)} modules, such as {wide[0]}: more brings nothing there")
+    return lines + [f"lora.target_modules: {t} matches no module" for t in unmatched(layers, config.lora.target_modules)]
 
 
 def check_previews(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:

@@ -277,7 +277,7 @@ def read_yaml(path: Path) -> Any:
             hint = f"YAML is indented with spaces, not tabs.\n{line.rstrip()[:200]!r}"
         elif "\\" in line and '"' in line:
             hint = f'In "double quotes" a backslash is special: use single quotes or / in paths.\n{hint}'
-        raise ConfigError("config.yaml", f"{path.name} is not readable YAML{place}: {getattr(error, 'problem', None) or 'not text'}", hint) from error
+        raise ConfigError("config.yaml", f"{path.name} is not readable YAML{place}: {getattr(error, 'problem', None) or 'not text'}", hint.strip()) from error
     except RecursionError as error:
         raise ConfigError("config.yaml", f"{path.name} is nested too deeply to be a config.", "Give a job's .yaml file.") from error
 
@@ -326,7 +326,30 @@ def explain(error: ValidationError, model: type[Section] | None = None) -> Confi
             message = fault["msg"].removeprefix("Value error, ")
             shown = "" if isinstance(fault["input"], (dict, list)) or not path else f" (got {fault['input']!r})"
             lines.append((f"{path}: {message}" if path else message) + shown)
-    hint = "\n".join(lines) if len(lines) > 1 else ""
+    about = describe_field(model, error.errors()[0]["loc"]) if model is not None else ""
+    quotes = "A word that looks like a number needs quotes in YAML." if any(f["type"] == "string_type" for f in error.errors()) else ""
+    hint = "\n".join(filter(None, ("\n".join(lines) if len(lines) > 1 else "", about, quotes)))
     if not hint and model is not None:
         hint = "`python -m ltx_train fields` prints every field with what it takes."
     return ConfigError("config.invalid", lines[0], hint)
+
+
+def describe_field(model: Any, loc: tuple[int | str, ...]) -> str:
+    """``name: description`` of the field that a fault is at; empty where it is no field."""
+    for position, name in enumerate(loc):
+        for kind in _sections(model):
+            info = kind.model_fields.get(name) if isinstance(name, str) else None
+            if info is not None:
+                if position == len(loc) - 1 or not list(_sections(info.annotation)):
+                    return f"{name}: {info.description}" if info.description else ""
+                model = info.annotation
+                break
+    return ""
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes in an annotation, root models opened."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        root = annotation.model_fields.get("root")
+        return _sections(root.annotation) if root is not None else [annotation]
+    return [found for part in get_args(annotation) for found in _sections(part)]

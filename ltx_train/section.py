@@ -12,4 +12,4 @@ class Section(BaseModel):
     has a ``description``, bounds, and a default.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=())

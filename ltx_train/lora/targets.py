@@ -45,7 +45,10 @@ def matches(name: str, pattern: str) -> bool:
     A group name stands for its patterns; ``re:...`` is a regular expression over the whole name.
     """
     if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
+        try:
+            return re.fullmatch(pattern[3:], name) is not None
+        except re.error as error:
+            raise ConfigError("lora.target_pattern", f"lora.target_modules: {pattern} is no regular expression: {error}.", "A dot, a bracket or a star that is meant itself needs a backslash.") from error
     if pattern in TARGET_GROUPS:
         return any(matches(name, part) for part in TARGET_GROUPS[pattern])
     return name == pattern or name.endswith("." + pattern)

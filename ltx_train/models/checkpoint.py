@@ -86,7 +86,12 @@ class Checkpoint:
         if found:
             _check_plain_basis(family, found, components["transformer"])
         if "text_encoder" in parts:
-            check_text_encoder(family, parts, components)
+            try:
+                check_text_encoder(family, parts, components)
+            except CheckpointError as error:
+                if found or not paths or text_encoder is None:
+                    raise
+                raise _no_transformer(paths[0], parts) from error  # the family was guessed from a VAE that was given as the model
         metadata = {k: v for p in reversed(_by_rank(parts)) for f in p.files for k, v in f.metadata.items()}
         place = find_tokenizer(tokenizer, components.get("text_encoder"))
         return cls(family, config, transformer, components, metadata, place)
@@ -195,6 +200,12 @@ def _gather(paths: tuple[str | Path, ...], **given: str | Path | None) -> dict[s
     if not (set(parts) - {"text_encoder", "text_projection"}) and "text_encoder" in parts and paths:
         raise _is_text_encoder(parts["text_encoder"])
     return parts
+
+
+def _no_transformer(path: str | Path, parts: Mapping[str, Part]) -> CheckpointError:
+    held = ", ".join(c.replace("_", " ") for c, p in parts.items() if any(f.path == Path(path).expanduser() for f in p.files))
+    hint = f"It holds: {held}. Give the unified checkpoint or the transformer file as the model." if held else "Give the unified checkpoint or the transformer file as the model."
+    return CheckpointError("checkpoint.no_transformer", f"{Path(path).name} is no LTX model: it holds no transformer.", hint)
 
 
 def _is_text_encoder(part: Part) -> CheckpointError:

@@ -89,6 +89,8 @@ def find_tokenizer(given: str | Path | None, encoder: Component | None) -> Path 
         place = checked_path(given)
         if place.is_dir() and not _holds_tokenizer(place):
             raise CheckpointError("checkpoint.tokenizer", f"The folder {place.name} holds no tokenizer.", f"Wanted: one of {', '.join(_TOKENIZER_FILES)}.")
+        if place.is_file() and place.suffix.lower() not in (".json", ".model"):
+            raise CheckpointError("checkpoint.tokenizer", f"{place.name} is no tokenizer file.", f"Wanted: a folder with, or the file itself: {', '.join(_TOKENIZER_FILES)}.")
         return place
     if encoder is None or {"tokenizer_json", "spiece_model"} & set(encoder.source.keys()):
         return None

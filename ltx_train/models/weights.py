@@ -278,7 +278,8 @@ def check_weights(module: nn.Module, source: WeightSource, *, ignore: Iterable[s
     counts = [f"{len(v)} {k}" for k, v in (("missing", missing), ("unexpected", extra), ("of another shape", shaped)) if v]
     lines = [f"{label}: {', '.join(v[:6])}{' ...' if len(v) > 6 else ''}" for label, v in (("missing", missing), ("unexpected", extra), ("shapes", shaped)) if v]
     files = ", ".join(p.name for p in source.paths)
-    raise CheckpointError("checkpoint.tensors", f"{type(module).__name__}: {', '.join(counts)} tensors in {files[:50]}.", "\n".join(lines))
+    lines.append("The file is damaged, cut down, or of a version that this one does not know: get the vendor's file.")
+    raise CheckpointError("checkpoint.tensors", f"{files[:50]} does not fit {type(module).__name__}: {', '.join(counts)} tensors.", "\n".join(lines))
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:
