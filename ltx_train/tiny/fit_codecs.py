@@ -114,7 +114,7 @@ def sharpen_video(config: Mapping[str, Any], tensors: Mapping[str, Tensor], devi
     with torch.no_grad():
         latents = torch.cat([vae.encoder(_pixels(part)).chunk(2, dim=1)[0] for part in pool.split(16)])
     count = CLIPS[0][3] if device.type == "cuda" else 4
-    Loop(list(vae.decoder.parameters()), [lambda: _sharp_loss(vae, pool, latents, count)], (0,), steps=effort.of(SHARPEN_STEPS), limit=effort.limit, rate=7e-4).run("sharpen", 50)
+    Loop(list(vae.decoder.parameters()), [lambda: _sharp_loss(vae, pool, latents, count)], (0,), steps=effort.of(SHARPEN_STEPS), limit=effort.limit, rate=2e-4).run("sharpen", 50)
     state = vae.state_dict()
     return dict(tensors) | {f"vae.{name}": state[theirs] for name, theirs in stored.items() if name.startswith("decoder.")}
 

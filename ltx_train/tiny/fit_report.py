@@ -12,12 +12,12 @@ from ..conditioning.state import LatentState
 from ..geometry import VideoGrid
 from ..models.audio_codec import AudioCodec
 from ..models.checkpoint import Checkpoint
+from ..models.mel import log_mel, resample
 from ..models.transformer import LTXTransformer, load_transformer
 from ..models.video_codec import VideoCodec
 from ..sampling.denoise import denoise
 from ..sampling.guidance import Guidance, StreamGuidance
 from ..sampling.schedule import Schedule, sigma_schedule
-from ..models.mel import log_mel, resample
 from .drawing import FPS, RATE, TONES, Scenes, draw, sound
 from .fit_base import text_contexts
 from .fit_codecs import WORDS

@@ -30,3 +30,26 @@ class FittedSet:
     def size(self) -> int:
         """Bytes of both files."""
         return self.model.stat().st_size + self.text_encoder.stat().st_size
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the set in the package was measured to do, by ``fit_report`` on fresh clips.
+
+    video_psnr: dB over all pixels of drawn clips of 64x64x17, through the video VAE. wave_snr: dB of the 16 kHz wave
+    through audio VAE and vocoder. pitch_error: largest relative error of a pitch. The shares are of samples of known
+    captions that show the asked word (16 Euler steps, cfg 2.5); new_*: of captions that the base was never shown.
+    """
+
+    video_psnr: float
+    wave_snr: float
+    pitch_error: float
+    colour: float
+    shape: float
+    direction: float
+    tone: float
+    new_colour: float
+    new_tone: float
+
+
+STATED = Stated(video_psnr=25.0, wave_snr=38.2, pitch_error=0.0002, colour=0.99, shape=0.57, direction=1.0, tone=1.0, new_colour=0.0, new_tone=0.0)
