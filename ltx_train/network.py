@@ -1,4 +1,4 @@
-"""The transformer as the acceleration section wants it on this machine: loaded, quantised, recomputed, streamed, compiled."""
+"""The transformer as the acceleration section wants it on this machine: loaded, quantised, packed, streamed, compiled."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
+from .errors import ConfigError
 from .memory.activations import checkpoint_activations
+from .memory.attention import prefer_attention
 from .memory.capability import Facts
+from .memory.compiling import keep_compiled_code
+from .memory.engine import BlockEngine, EngineSettings
 from .memory.quantization import choose, load_quantized
 from .memory.settings import AccelerationSection
+from .memory.streaming import spread
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer
 from .runs.live import LiveRun
+
+KEEP_ALL = 0.6
+"""The activation budget that stands for "recompute nothing": above it memory grows and no product is saved."""
 
 
 def load_network(
@@ -24,20 +32,92 @@ def load_network(
     live: LiveRun,
     recompute: bool = False,
     dropout: bool = False,
+    frozen: bool = True,
+    own_layers: bool = True,
 ) -> LTXTransformer:
-    """Load the streams asked for. recompute: activation checkpointing. dropout: an adapter has dropout."""
+    """Load the streams asked for.
+
+    recompute: activation checkpointing. dropout: an adapter has dropout. frozen: the base is not trained. own_layers: the
+    adapter is computed by our Linear; other kinds wrap layers and get a base that stays on the device.
+    Raises ConfigError for settings that cannot go together.
+    """
+    check_combination(acceleration, frozen=frozen, own_layers=own_layers)
+    facts = Facts.here(device)
     warn = lambda text: live.warn("quantization.fallback", text)  # noqa: E731
-    quantizer = choose(acceleration.quantization, Facts.here(device), warn)
+    dtype = acceleration.compute_dtype(device)
+    settings = engine_settings(acceleration, facts, device, recompute=recompute, dropout=dropout, warn=live.warn) if frozen and own_layers else None
+    quantizer = choose(acceleration.quantization, facts, warn)
+    host = torch.device("cpu")
+    on_host = _streamed_names(checkpoint, settings.streamed) if settings is not None else ()
     transformer = load_quantized(
         checkpoint,
         quantizer,
-        dtype=acceleration.compute_dtype(device),
-        device=device,
+        dtype=dtype,
+        device=host if on_host and quantizer is None else device,  # plain weights would fill the card first
+        home=(lambda name: host if name.startswith(on_host) else device) if on_host else None,
         video="video" in streams,
         audio="audio" in streams,
         keep_stored=acceleration.keep_stored_quantization,
         progress=lambda done, total: live.progress("load the model", done, total, unit="weights"),
     )
-    if recompute:
+    prefer_attention(acceleration.attention, device)
+    if settings is not None:
+        engage(transformer, settings, device, dtype)
+    elif recompute:
         checkpoint_activations(transformer, kept=acceleration.keep_activations_of, dropout=dropout)
     return transformer
+
+
+def _streamed_names(checkpoint: Checkpoint, streamed: int) -> tuple[str, ...]:
+    """Beginnings of the names of the modules that will rest in host memory."""
+    if not streamed or checkpoint.transformer is None:
+        return ()
+    layers = checkpoint.transformer.num_layers
+    resident = spread(layers, max(0, layers - streamed))
+    return tuple(f"transformer_blocks.{i}." for i in range(layers) if i not in resident)
+
+
+def engage(transformer: LTXTransformer, settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> BlockEngine:
+    """Give a loaded transformer's blocks to an engine, one by one; what is not in a block goes to the device."""
+    engine = BlockEngine(transformer, settings, device, dtype)
+    for index, block in enumerate(transformer.transformer_blocks):
+        engine.take(index, block)
+    transformer.block_runner = engine
+    for parameter in transformer.parameters():
+        if parameter.device != device and parameter.data_ptr() not in engine.resting:
+            parameter.data = parameter.data.to(device)
+    return engine
+
+
+def engine_settings(section: AccelerationSection, facts: Facts, device: torch.device, *, recompute: bool, dropout: bool, warn) -> EngineSettings:
+    """The section in the engine's terms; what is still ``auto`` keeps everything on the device."""
+    compiles, why = section.compiles(device)
+    if not compiles and why and section.compile == "on":
+        warn("compile.off", f"Blocks are not compiled: {why}.")
+    if compiles and facts.device in ("cuda", "rocm"):
+        keep_compiled_code()
+    if section.float8_products and (facts.sm is None or facts.sm < 89):
+        raise ConfigError("float8.card", "float8_products needs an NVIDIA card with compute capability 8.9 or later.", "Set float8_products: false; quantization fp8 itself works.")
+    budget = section.activation_budget if section.activation_budget != "auto" else 0.0 if recompute else KEEP_ALL
+    streamed = 0 if section.stream_blocks == "auto" else section.stream_blocks
+    return EngineSettings(
+        streamed=streamed,
+        compile=compiles,
+        budget=budget,
+        recompute=recompute,
+        kept=section.keep_activations_of,
+        offload=section.offload_activations == "on",
+        float8=section.float8_products,
+        dropout=dropout,
+        pin_limit=None if section.pin_limit_gb is None else int(section.pin_limit_gb * 1e9),
+    )
+
+
+def check_combination(section: AccelerationSection, *, frozen: bool, own_layers: bool) -> None:
+    """Refuse by name, before anything is loaded, what cannot go together."""
+    streams = section.stream_blocks not in ("auto", 0)
+    if not frozen and (streams or section.offload_activations == "on"):
+        raise ConfigError("memory.full", "Full fine-tuning cannot stream blocks or keep their inputs in RAM.", "Set stream_blocks: 0 and offload_activations: off, or train a LoRA.")
+    if not own_layers and (streams or section.float8_products):
+        name = "stream_blocks" if streams else "float8_products"
+        raise ConfigError("memory.adapter", f"acceleration.{name} goes with the adapter kinds lora and rslora only.", f"Choose kind: lora, or leave {name} off.")

@@ -164,7 +164,10 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
             transformer = load_shards(config, checkpoint, parallel, streams, recompute)
         else:
             dropout = config.lora is not None and config.lora.dropout > 0
-            transformer = load_network(checkpoint, config.acceleration, parallel.device, streams=streams, live=live, dropout=dropout, recompute=recompute)
+            transformer = load_network(
+                checkpoint, config.acceleration, parallel.device, streams=streams, live=live, dropout=dropout, recompute=recompute,
+                frozen=config.model.training_mode == "lora", own_layers=config.lora is None or config.lora.kind in ("lora", "rslora"),
+            )  # fmt: skip
         trainable = build_trainable(config, strategy, checkpoint, transformer, dataset, live, parallel)
     trainable.share(parallel)
     balance = ModalityBalance(config.flow_matching, parallel.device)
@@ -175,7 +178,7 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         data=feed,
         step=step,
         trainable=trainable,
-        optimizer=config.optimization.build_optimizer(trainable.parameters()),
+        optimizer=config.optimization.build_optimizer(trainable.parameters(), in_ram=config.acceleration.optimizer_in_ram == "on"),
         scaler=torch.amp.GradScaler(parallel.device.type, enabled=config.acceleration.dtype == torch.float16 and parallel.device.type != "cpu"),
         ema=Ema(trainable.named_parameters(), ema) if ema is not None else None,
         validator=Validator(

@@ -17,6 +17,7 @@ from ..data.dataset import Batch
 from ..geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from ..lora.adapters import LoraSection, attach
 from ..memory.attention import prefer_attention
+from ..memory.compiling import keep_compiled_code
 from ..memory.engine import EngineSettings
 from ..memory.pinned import HostMemory
 from ..models.families import FAMILIES, TransformerConfig
@@ -81,7 +82,7 @@ class StepCase:
 
     def engine(self) -> EngineSettings:
         return EngineSettings(
-            resident=None if self.resident < 0 else self.resident, slots=self.slots, compile=self.compile, budget=self.budget, offload=self.offload, float8=self.fp8,
+            streamed=0 if self.resident < 0 else self.config().num_layers - self.resident, slots=self.slots, compile=self.compile, budget=self.budget, offload=self.offload, float8=self.fp8,
             backend="aot_eager_decomp_partition" if self.tiny else "inductor",
         )  # fmt: skip
 
@@ -117,8 +118,8 @@ def run_cases(cases: list[StepCase], *, plain: bool, command: str) -> Iterator[d
     for case in cases:
         key = (case.size, case.rank, case.family, case.audio)
         if plain and key not in baselines:
-            baselines[key] = guarded(lambda: measure_plain(case, device))
-        record = guarded(lambda: measure_fast(case, device, memory))
+            baselines[key] = guarded(measure_plain, case, device)
+        record = guarded(measure_fast, case, device, memory)
         base = baselines.get(key, {})
         extra = {"plain_step_s": base.get("step_s"), "plain_device_gib": base.get("device_gib"), "plain_error": base.get("error"), "command": command}
         found = {"size": case.size, "rank": case.rank, "family": case.family, "setting": case.setting, "card": card_name(device), **record, **extra}
@@ -128,10 +129,10 @@ def run_cases(cases: list[StepCase], *, plain: bool, command: str) -> Iterator[d
     memory.close()
 
 
-def guarded(measure: Callable[[], dict[str, object]]) -> dict[str, object]:
+def guarded(measure: Callable[..., dict[str, object]], *arguments) -> dict[str, object]:
     """A measurement, or what it failed of: one case too large does not lose the others."""
     try:
-        return measure()
+        return measure(*arguments)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         import traceback
 
@@ -153,6 +154,7 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     memory.reuse()
     torch.manual_seed(0)
     config, dtype = case.config(), torch.float32 if case.tiny else torch.bfloat16
+    keep_compiled_code()
     started = time.perf_counter()
     prefer_attention(case.attention, device)
     model = fast_transformer(
@@ -163,7 +165,7 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     synchronise(device)
     ready = time.perf_counter() - started
     step = TrainStep(model, strategy_of(audio), FlowMatchingSection(), config=config)
-    optimizer = OptimizationSection().build_optimizer(adapters.parameters())
+    optimizer = OptimizationSection().build_optimizer(adapters.parameters(), in_ram=case.optimizer == "host")
     found = timed(case, config, device, dtype, step, adapters.parameters(), optimizer, lambda: None)
     engine = model.block_runner
     model.block_runner = None

@@ -24,6 +24,13 @@ def add(verbs: argparse._SubParsersAction) -> None:
     step.add_argument("--profile", action="store_true", help="add a table of kernels")
     step.add_argument("--out", type=Path, help="append the records to this file too")
     step.set_defaults(run=run_step)
+    numerics = kinds.add_parser("numerics", help="errors of every fast path beside float32, on three full-width blocks")
+    numerics.add_argument("--size", default="512x320x25")
+    numerics.add_argument("--rank", type=int, default=32)
+    numerics.add_argument("--family", default="ltx2.3")
+    numerics.add_argument("--tiny", action="store_true", help="a tiny network that a CPU measures in seconds")
+    numerics.add_argument("--out", type=Path, help="append the records to this file too")
+    numerics.set_defaults(run=run_numerics)
     bench_preprocess.add(kinds)
 
 
@@ -34,14 +41,36 @@ def run_step(options: argparse.Namespace) -> int:
     if options.tiny and options.size == "960x544x89":
         base = StepCase.parse("size=128x64x9,steps=3", base)
     cases = [StepCase.parse(text, base) for text in options.case or [""]]
-    shown = [word for word in sys.argv[1:] if word not in ("--out", str(options.out))]
-    command = "python -m ltx_train " + " ".join(word or '""' for word in shown)
     failed = 0
-    for record in run_cases(cases, plain=not options.no_plain, command=command):
-        text = line(record)
-        print(text, flush=True)  # noqa: T201 - what the verb is for
-        if options.out is not None:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
+    for record in run_cases(cases, plain=not options.no_plain, command=command_of(options)):
+        show(line(record), options.out)
         failed += "error" in record
     return 1 if failed else 0
+
+
+def run_numerics(options: argparse.Namespace) -> int:
+    import torch
+
+    from ..bench.numerics import compare
+    from ..bench.step import StepCase, line
+
+    size = "128x64x9" if options.tiny and options.size == "512x320x25" else options.size
+    case = StepCase(size=size, rank=options.rank, family=options.family, tiny=options.tiny)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
+    for record in compare(case, device):
+        show(line({**record, "command": command_of(options)}), options.out)
+    return 0
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """The command line as it was given, without the file for the records."""
+    shown = [word for word in sys.argv[1:] if word not in ("--out", str(options.out))]
+    return "python -m ltx_train " + " ".join(word or '""' for word in shown)
+
+
+def show(text: str, file: Path | None) -> None:
+    """Print a record, and keep it."""
+    print(text, flush=True)  # noqa: T201 - what the verb is for
+    if file is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(text + "\n")

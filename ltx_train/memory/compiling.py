@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models.transformer import BlockOutput
+from .keeping import use_in_partitioner
 
 GRAPHS = 64
 """Variants of the block that may be compiled: with and without gradients, batch sizes, skipped parts."""
@@ -29,6 +30,7 @@ class CompiledBlock:
             if hasattr(config, name):
                 setattr(config, name, max(GRAPHS, getattr(config, name)))
         partition.activation_memory_budget = budget
+        use_in_partitioner(partition)
         self.function = torch.compile(_block, fullgraph=True, backend=backend)
 
     def __call__(self, block, index, video, audio, video_inputs, audio_inputs, keep) -> BlockOutput:

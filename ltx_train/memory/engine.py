@@ -24,13 +24,13 @@ from .working import BlockLoras
 class EngineSettings:
     """How the blocks run; chosen by ``network.py`` from the acceleration section and the plan.
 
-    resident: blocks whose weights stay on the device, None for all. compile: one graph for all blocks. budget: share of the
+    streamed: blocks whose weights rest in host memory. compile: one graph for all blocks. budget: share of the
     activations that is kept when compiled, 0 (block inputs alone) to 1; recompute: the same for blocks that are not
     compiled, all or nothing, but for the last ``kept`` ones. offload: block inputs wait in host memory. float8: multiply
     e4m3 weights as they are. pin_limit: bytes of host memory to page-lock at most.
     """
 
-    resident: int | None = None
+    streamed: int = 0
     slots: int = SLOTS
     compile: bool = False
     budget: float = 0.0
@@ -77,13 +77,19 @@ class BlockEngine:
     def _lay_out(self, block: nn.Module) -> None:
         s = self.settings
         self.packing = Packing(block, self.dtype, native=s.float8)
-        size = self.packing.rest_bytes
-        self.store = BlockStore(len(self.transformer.transformer_blocks), size, self.device, resident=s.resident, slots=s.slots, memory=self.memory)
+        size, layers = self.packing.rest_bytes, len(self.transformer.transformer_blocks)
+        self.store = BlockStore(layers, size, self.device, resident=max(0, layers - s.streamed), slots=s.slots, memory=self.memory)
         if self.packing.expands:
             self.plain = torch.zeros(self.packing.plain_bytes, dtype=torch.uint8, device=self.device)
         shared = [self.plain] if self.plain is not None else self.store.buffers() if self.store.streams else []
         self.saved = SavedTensors(self.enter, shared, self.device, offload=s.offload, memory=self.memory)
         self.hooked = bool(shared) or s.offload
+
+    @property
+    def resting(self) -> frozenset[int]:
+        """Addresses of the weights that rest in host memory."""
+        blocks = self.transformer.transformer_blocks
+        return frozenset(p.data_ptr() for index in self.store.host_buffers for p in blocks[index].parameters() if _inside(p, self.store.host_buffers[index]))
 
     def enter(self, index: int) -> Tensor:
         """Block ``index``'s weights in place: uploaded, and expanded where they are quantised; the buffer they stand in."""
@@ -166,3 +172,7 @@ class BlockEngine:
     def close(self) -> None:
         """Give page-locked memory back."""
         self.memory.close()
+
+
+def _inside(tensor: Tensor, buffer: Tensor) -> bool:
+    return buffer.data_ptr() <= tensor.data_ptr() < buffer.data_ptr() + buffer.numel()

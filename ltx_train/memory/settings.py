@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..errors import nearest
 from ..section import Section
@@ -31,10 +31,13 @@ class AccelerationSection(Section):
     keep_stored_quantization: bool = Field(True, description="Train on an fp8 or int8 checkpoint as it is, instead of expanding it.")
     activation_checkpointing: Choice = Field("auto", description="Compute block activations again in the backward pass; auto: as enable_gradient_checkpointing says, or if memory asks for it.")
     keep_activations_of: int = Field(0, ge=0, description="With activation checkpointing: blocks at the end whose activations are kept, for speed.")
+    activation_budget: float | Literal["auto"] = Field("auto", description="With compiled blocks: share of the activations that is kept instead of computed again, 0 to 0.6; more is faster and larger.")
     offload_activations: Choice = Field("auto", description="Keep the blocks' inputs in RAM between forward and backward pass.")
     stream_blocks: int | Literal["auto"] = Field("auto", description="Blocks whose weights stay in RAM and are uploaded when needed; 0 keeps all on the card.")
     optimizer_in_ram: Choice = Field("auto", description="Keep the optimizer's state in RAM all the time.")
     compile: Choice = Field("auto", description="Compile the transformer's blocks (needs Triton).")
+    float8_products: bool = Field(False, description="Multiply in 8-bit floats (with quantization fp8, cards from sm89 on): faster, with about 3 % error a block.")
+    pin_limit_gb: float | None = Field(None, ge=0, description="Page-lock at most this much RAM for streaming; the rest is copied more slowly.")
     attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math"] = Field("auto", description="Attention kernel.")
     memory_limit_gb: float | None = Field(None, gt=0, description="Use at most this much memory of the card.")
     allow_tf32: bool = Field(True, description="Let float32 matrix products use TF32 where the card has it.")
@@ -55,6 +58,19 @@ class AccelerationSection(Section):
         if isinstance(value, int) and value < 0:
             raise ValueError(f"stream_blocks must be auto or at least 0, not {value}")
         return value
+
+    @field_validator("activation_budget")
+    @classmethod
+    def _a_share(cls, value: float | str) -> float | str:
+        if not isinstance(value, str) and not 0 <= value <= 1:
+            raise ValueError(f"activation_budget must be auto or between 0 and 1, not {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> AccelerationSection:
+        if self.float8_products and self.quantization not in ("fp8", "fp8-quanto"):
+            raise ValueError(f"float8_products needs quantization fp8, not {self.quantization or 'none'}")
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

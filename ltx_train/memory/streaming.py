@@ -33,8 +33,8 @@ class BlockStore:
         self.resident = spread(layers, layers if resident is None else resident)
         streamed = [i for i in range(layers) if i not in self.resident]
         self.device_buffers = {i: torch.empty(size, dtype=torch.uint8, device=device) for i in sorted(self.resident)}
-        memory = memory or HostMemory(pin=device.type == "cuda")
-        self.host_buffers = {i: memory.take(size) for i in streamed}
+        self.memory = memory or HostMemory(pin=device.type == "cuda")
+        self.host_buffers: dict[int, Tensor] = {}
         self.ring = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(slots, len(streamed)))]
         self.home = {i: number % len(self.ring) for number, i in enumerate(streamed)}
         self.order = [*streamed, *reversed(streamed)]
@@ -49,11 +49,16 @@ class BlockStore:
     @property
     def streams(self) -> bool:
         """Whether any block rests on the host."""
-        return bool(self.host_buffers)
+        return len(self.resident) < self.layers
 
     def rest(self, index: int) -> Tensor:
-        """Where block ``index`` rests: fill it before the first step."""
-        return self.device_buffers[index] if index in self.resident else self.host_buffers[index]
+        """Where block ``index`` rests: fill it before the first step. Host memory is taken when it is asked for, a block at a
+        time, so that loading needs no second copy of the model."""
+        if index in self.resident:
+            return self.device_buffers[index]
+        if index not in self.host_buffers:
+            self.host_buffers[index] = self.memory.take(self.size)
+        return self.host_buffers[index]
 
     def at(self, index: int) -> Tensor:
         """Where block ``index`` stands when its turn comes: always the same buffer."""

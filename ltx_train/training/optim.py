@@ -280,12 +280,25 @@ class OptimizationSection(Section):
         """The learning rate of the update from global step ``step`` to ``step + 1``."""
         return self.learning_rates.lr_at(step)
 
-    def build_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over ``params``. Raises MissingPackage when its package is not installed."""
+    def build_optimizer(self, params: Iterable[nn.Parameter], *, in_ram: bool = False) -> torch.optim.Optimizer:
+        """The optimizer over ``params``; in_ram: its running means rest on the host.
+
+        Raises MissingPackage when its package is not installed, ConfigError where it cannot rest on the host.
+        """
         params = list(params)
         if not params:
             raise ConfigError("optimizer.no_parameters", "There is nothing to train: no parameter was selected.", "Check lora.target_modules.")
-        return self.optimizer().build(params, self.lr_at(0))
+        return self._in_ram(params) if in_ram else self.optimizer().build(params, self.lr_at(0))
+
+    def _in_ram(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        from ..memory.pinned import HostMemory
+        from .host_adam import HostAdamW
+
+        kind = self.optimizer()
+        if not isinstance(kind, AdamW) or kind.amsgrad:
+            raise ConfigError("optimizer.in_ram", f"optimizer_in_ram goes with adamw only, not {self.optimizer_type}.", "Choose adamw, or a paged_ optimizer with optimizer_in_ram: off.")
+        memory = HostMemory(pin=params[0].device.type == "cuda")
+        return HostAdamW(params, self.lr_at(0), kind.betas, kind.eps, kind.weight_decay, take=memory.take)
 
     def require_packages(self) -> None:
         """Raise MissingPackage at the start when the optimizer's package is not installed."""

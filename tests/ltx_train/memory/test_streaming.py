@@ -97,12 +97,12 @@ CASES = {
     "packed": (PLAIN, None),
     "quantised, kept in part": (EngineSettings(kept=1), "int8"),
     "packed bits, recomputed": (EngineSettings(), "int4-quanto"),
-    "streamed, nothing recomputed": (replace(PLAIN, resident=0, slots=2), None),
-    "part streamed, kept in part": (EngineSettings(resident=1, slots=2, kept=1), "int8"),
-    "streamed and offloaded": (EngineSettings(resident=0, slots=2, offload=True), "int8"),
+    "streamed, nothing recomputed": (replace(PLAIN, streamed=3, slots=2), None),
+    "part streamed, kept in part": (EngineSettings(streamed=2, slots=2, kept=1), "int8"),
+    "streamed and offloaded": (EngineSettings(streamed=3, slots=2, offload=True), "int8"),
     "compiled, budget": (replace(COMPILED, budget=0.4), None),
-    "compiled, streamed": (replace(COMPILED, resident=0, slots=2), None),
-    "compiled, quantised, streamed, offloaded": (replace(COMPILED, resident=1, slots=2, offload=True), "int8"),
+    "compiled, streamed": (replace(COMPILED, streamed=3, slots=2), None),
+    "compiled, quantised, streamed, offloaded": (replace(COMPILED, streamed=2, slots=2, offload=True), "int8"),
 }
 
 
@@ -125,7 +125,7 @@ def test_same_outputs_and_gradients(case):
     {"target_modules": ["to_k", "patchify_proj", "to_gate_logits"]},
 ])  # fmt: skip
 def test_any_choice_of_layers(section):
-    assert_same(*both(EngineSettings(resident=1), "int8", **section)[:2])
+    assert_same(*both(EngineSettings(streamed=2), "int8", **section)[:2])
 
 
 def test_one_graph_for_all_blocks_and_sizes():
@@ -141,7 +141,7 @@ def test_one_graph_for_all_blocks_and_sizes():
 def test_streamed_weights_and_expansions_are_not_kept_alive():
     """Saved for backward is nothing that stands in a shared buffer: those would be overwritten or held."""
     model = network("int8")
-    engine = engaged(model, replace(COMPILED, resident=0, slots=2))
+    engine = engaged(model, replace(COMPILED, streamed=3, slots=2))
     parameters = adapt(model)
     packed = []
     original = engine.saved._pack
@@ -158,7 +158,7 @@ def test_the_base_alone_and_back():
     model = network("int8")
     with torch.no_grad():
         base = model(*modalities())
-        engaged(model, EngineSettings(resident=2))
+        engaged(model, EngineSettings(streamed=1))
         parameters = adapt(model)
         lora = model(*modalities())
         with lora_disabled(model):
@@ -194,7 +194,7 @@ def test_fp8_products_are_near_the_plain_ones():
     plain = network()
     expected = trained(plain, adapt(plain))
     fast = network("fp8")
-    engaged(fast, EngineSettings(float8=True, resident=1))
+    engaged(fast, EngineSettings(float8=True, streamed=2))
     found = trained(fast, adapt(fast))
     for a, b in zip((*expected[0],), (*found[0],)):
         assert 1e-4 < (a - b).norm() / a.norm() < 6e-2
