@@ -35,7 +35,7 @@ def run(config: TrainConfig, live: LiveRun) -> None:
     """Carry out a training job as one rank of the run's processes."""
     parallel = Parallel.start(config.distributed, device=config.acceleration.device)
     try:
-        for line in parallel.preflight():
+        for line in parallel.preflight(live.dir.path):
             live.warn("distributed.clocks", line)
         parts = build_parts(config, live, parallel)
         try:

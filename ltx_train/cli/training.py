@@ -21,6 +21,8 @@ def add(verbs: argparse._SubParsersAction) -> None:
     train.add_argument("config", type=Path)
     train.add_argument("--check", action="store_true", help="check all that can be known before loading, then stop")
     train.add_argument("--output-dir", help="another run directory than the config's")
+    train.add_argument("--accelerate-config", metavar="FILE", help="processes as an accelerate config says; or ddp, fsdp, ddp_compile, fsdp_compile")
+    train.add_argument("--num-processes", type=int, help="so many processes, one a GPU")
     train.add_argument("--detach", action="store_true", help="start the run and return at once")
     train.add_argument("--disable-progress-bars", action="store_true", help="plain lines instead of bars")
     train.set_defaults(run=run_train)
@@ -28,6 +30,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     resume = verbs.add_parser("resume", help="go on with a run from its newest snapshot")
     resume.add_argument("run_dir", type=Path)
     resume.add_argument("--steps", type=int, help="raise the number of steps")
+    resume.add_argument("--num-processes", type=int, help="go on with so many processes; the samples of a step stay as many where they divide")
     resume.set_defaults(run=run_resume)
 
     stop = verbs.add_parser("stop", help="ask a run to stop at its next safe point, leaving a snapshot")
@@ -62,11 +65,29 @@ def run_train(options: argparse.Namespace) -> int:
     config = TrainConfig.load(options.config)
     if options.output_dir:
         config = config.model_copy(update={"output_dir": options.output_dir})
+    config = with_processes(config, options.accelerate_config, options.num_processes)
     config = config.resolved(options.config.absolute().parent)
     if options.check:
         return check_training(config)
     opened = open_training(config)
     return finish(opened, detach=options.detach, plain=options.disable_progress_bars)
+
+
+def with_processes(config: TrainConfig, accelerate: str | None, num_processes: int | None) -> TrainConfig:
+    """The job with the processes that an accelerate configuration and ``--num-processes`` name; a table says what became of each field."""
+    if accelerate is None and num_processes is None:
+        return config
+    job = config.model_dump(mode="json")
+    if accelerate is None:
+        return TrainConfig.parse({**job, "distributed": {**job["distributed"], "num_processes": num_processes}})
+    from ..training.accelerate_config import from_accelerate
+
+    accepted = from_accelerate(accelerate, num_processes)
+    table = Table("field", "value", "becomes", title=f"{accelerate} as this trainer reads it")
+    for row in accepted.rows:
+        table.add_row(row.name, str(row.value), row.becomes, style=None if row.taken else "dim")
+    console().print(table)
+    return TrainConfig.parse(accepted.applied(job))
 
 
 def check_training(config: TrainConfig) -> int:
@@ -106,7 +127,7 @@ def run_resume(options: argparse.Namespace) -> int:
         updates: dict[str, object] = {"output_dir": str(run.path)}
         if options.steps:
             updates["optimization"] = job.optimization.model_copy(update={"steps": options.steps})
-        return finish(open_training(job.model_copy(update=updates)))
+        return finish(open_training(with_processes(job.model_copy(update=updates), None, options.num_processes)))
     return finish(open_other(job))
 
 

@@ -6,6 +6,7 @@ global step alone, and a world of N ranks takes the step that one rank would tak
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..errors import ConfigError, LtxTrainError, RunError
+from ..errors import LtxTrainError, RunError
 from ..section import Section
 
 BUCKET_ELEMENTS = 8 << 20
@@ -49,62 +50,6 @@ class DistributedSection(Section):
         if self.devices is not None and len(self.devices.split(",")) < self.num_processes // self.num_machines:
             raise ValueError(f"devices {self.devices!r} names fewer GPUs than the {self.num_processes // self.num_machines} processes of a machine")
         return self
-
-
-# accelerate's fields -> what becomes of them here
-ACCELERATE_FIELDS: dict[str, str] = {
-    "num_processes": "distributed.num_processes",
-    "num_machines": "distributed.num_machines",
-    "machine_rank": "distributed.machine_rank",
-    "main_process_ip": "distributed.main_process_ip",
-    "main_process_port": "distributed.main_process_port",
-    "gpu_ids": "distributed.devices",
-    "distributed_type": "MULTI_GPU and FSDP train a LoRA with its gradients averaged; DEEPSPEED, MEGATRON_LM and XLA are refused",
-    "mixed_precision": "left out: acceleration.mixed_precision_mode rules",
-    "downcast_bf16": "left out: for TPUs",
-    "dynamo_config": "left out: acceleration rules compilation",
-    "fsdp_config": "left out: the frozen base is quantised or streamed instead of sharded",
-    "use_cpu": "left out: the device is found by itself",
-    "rdzv_backend": "left out: static on equal machines",
-    "same_network": "left out: machines meet at main_process_ip",
-    "compute_environment": "must be LOCAL_MACHINE",
-    "main_training_function": "left out",
-    "enable_cpu_affinity": "left out",
-    "debug": "left out",
-    "tpu_env": "left out: for TPUs",
-    "tpu_use_cluster": "left out: for TPUs",
-    "tpu_use_sudo": "left out: for TPUs",
-}
-
-
-@dataclass(frozen=True)
-class AcceptedAccelerate:
-    """An accelerate configuration as ours, with a line for every field that became something else."""
-
-    section: DistributedSection
-    notes: tuple[str, ...]
-
-
-def from_accelerate(path: Path | str) -> AcceptedAccelerate:
-    """Read an ``accelerate config`` YAML. Raises ConfigError for what cannot be taken over."""
-    import yaml
-
-    try:
-        fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError("accelerate.config", f"The accelerate config cannot be read: {path}", str(error)) from error
-    if not isinstance(fields, dict):
-        raise ConfigError("accelerate.config", f"The accelerate config holds no fields: {path}")
-    kind = str(fields.get("distributed_type", "NO"))
-    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP") or fields.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        raise ConfigError("accelerate.type", f"distributed_type {kind} of {Path(path).name} cannot be used here.", "MULTI_GPU and FSDP on local machines can.")
-    known = {name: fields[name] for name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port") if fields.get(name) is not None}
-    if fields.get("gpu_ids") not in (None, "all"):
-        known["devices"] = str(fields["gpu_ids"]).replace(" ", "")
-    if kind == "NO":
-        known["num_processes"] = 1
-    notes = [f"{name}: {ACCELERATE_FIELDS.get(name, 'left out: unknown here')}" for name in fields if not str(ACCELERATE_FIELDS.get(name)).startswith("distributed.")]
-    return AcceptedAccelerate(DistributedSection(**known), tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -282,15 +227,24 @@ class Parallel:
         sums = self.gather(total.tolist())
         return all(other == sums[0] for other in sums)
 
-    def preflight(self) -> list[str]:
-        """What is unequal between the ranks: packages (an error) and clocks (warnings, returned).
+    def preflight(self, folder: Path | None = None) -> list[str]:
+        """What is unequal between the ranks: packages and the run's folder (errors) and clocks (warnings, returned).
 
-        Raises RunError ``distributed.unequal`` naming the package and the two versions.
+        Raises RunError ``distributed.unequal`` naming the package and the two versions, ``distributed.folder`` when the
+        machines do not see the same snapshots.
         """
-        ours = {"torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:2])), "cuda": str(torch.version.cuda), "device": self.device.type}
+        if self.world == 1:
+            return []
+        ours = {**_versions(), "device": self.device.type}
+        saved = sorted(path.name for path in folder.glob("checkpoints/state_step_*")) if folder is not None else []
         self.barrier()
-        seen = self.gather((ours, time.time()))
-        for rank, (theirs, _) in enumerate(seen):
+        seen = self.gather((ours, time.time(), saved))
+        for rank, (theirs, _, names) in enumerate(seen):
+            if names != seen[0][2]:
+                raise RunError(
+                    "distributed.folder", f"Rank {rank} sees {len(names)} snapshots in the run's folder, rank 0 sees {len(seen[0][2])}.",
+                    "All machines must see the same folder: use an output_dir on storage that they share.",
+                )  # fmt: skip
             for name, version in theirs.items():
                 if version != seen[0][0][name]:
                     raise RunError(
@@ -298,8 +252,25 @@ class Parallel:
                         f"Rank {rank} has {name} {version}, rank 0 has {seen[0][0][name]}.",
                         "Install the same versions on all machines; otherwise the ranks compute different steps.",
                     )
-        offset = max(abs(clock - seen[0][1]) for _, clock in seen)
+        offset = max(abs(clock - seen[0][1]) for _, clock, _ in seen)
         return [f"The machines' clocks differ by {offset:.0f} s; times in the events are rank 0's."] if offset > 5 else []
+
+
+def _versions() -> dict[str, str]:
+    """What must be equal on all machines: python, torch, the packages that compute, and this trainer's own code."""
+    from importlib import metadata
+
+    found = {"torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:2])), "cuda": str(torch.version.cuda)}
+    for package in ("accelerate", "peft", "transformers", "safetensors", "bitsandbytes"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "none"
+    code = hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    for path in sorted(root.rglob("*.py")):
+        code.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return {**found, "ltx_train": code.hexdigest()[:12]}
 
 
 def _single_device(device: str) -> torch.device:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from ltx_train.errors import ConfigError, RunError
+from ltx_train.errors import RunError
 from ltx_train.runs.command import free_port
-from ltx_train.training.parallel import BUCKET_ELEMENTS, DistributedSection, Parallel, _backend, _buckets, from_accelerate
+from ltx_train.training.parallel import BUCKET_ELEMENTS, DistributedSection, Parallel, _backend, _buckets, keep_global_batch
 
 ROOT = Path(__file__).parents[3]
 
@@ -153,58 +152,42 @@ def test_impossible_sections_are_refused(fields, words):
         DistributedSection(**fields)
 
 
-# the four configs that the official trainer ships: common fields, then what each adds
-COMMON = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "downcast_bf16": "no",
-    "enable_cpu_affinity": False,
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "mixed_precision": "bf16",
-    "num_machines": 1,
-    "num_processes": 4,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "tpu_env": [],
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
-    "use_cpu": False,
-}
-COMPILE = {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_fullgraph": False, "dynamo_use_dynamic": True}}
-FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}}
-OFFICIAL = {
-    "ddp": {"distributed_type": "MULTI_GPU"},
-    "ddp_compile": {"distributed_type": "MULTI_GPU", **COMPILE},
-    "fsdp": FSDP,
-    "fsdp_compile": {**FSDP, **COMPILE},
-}
+@pytest.mark.parametrize(
+    ("accumulation", "batch", "world", "before", "expected", "words"),
+    [
+        (4, 1, 1, None, 4, ""),  # a new run of one process: as set
+        (1, 2, 4, None, 1, ""),
+        (4, 2, 4, None, 4, "A step is 32 samples"),  # a proposal, nothing is changed
+        (1, 1, 2, 2, 1, ""),  # as before
+        (1, 1, 1, 2, 2, "gradient accumulation is 2 instead of 1"),  # 2 processes -> 1
+        (4, 2, 4, 8, 1, "stays 8 samples"),  # 1 process -> 4
+        (1, 1, 3, 4, 1, "A step was 4 samples and is 3 from here on"),
+        (2, 1, 2, 7, 4, "A step was 7 samples and is 8"),
+    ],
+)
+def test_the_global_batch_is_kept_or_its_change_is_said(accumulation, batch, world, before, expected, words):
+    found = keep_global_batch(accumulation, batch, world, before)
+    assert found.accumulation == expected and words in found.message and bool(words) == bool(found.message)
+    if before is None and words:
+        assert "gradient_accumulation_steps 1 makes a step of 8 samples" in found.hint
 
 
-@pytest.mark.parametrize("name", OFFICIAL)
-def test_the_official_accelerate_configs_are_accepted_and_every_field_is_explained(tmp_path, name):
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(COMMON | OFFICIAL[name]), encoding="utf-8")
-    accepted = from_accelerate(path)
-    assert accepted.section == DistributedSection(num_processes=4)
-    said = {note.split(":")[0] for note in accepted.notes}
-    assert said | {"num_processes", "num_machines", "machine_rank"} == (COMMON | OFFICIAL[name]).keys()
-    assert not any("unknown here" in note for note in accepted.notes)
+def test_other_packages_and_other_folders_are_refused(monkeypatch, tmp_path):
+    parallel = Parallel(rank=0, world=2, local_rank=0, device=torch.device("cpu"))
+    monkeypatch.setattr(parallel, "barrier", lambda: None)
+    (tmp_path / "checkpoints" / "state_step_00001").mkdir(parents=True)
 
+    def with_peer(change=lambda facts: facts, clock=0.0, names=("state_step_00001",)):
+        monkeypatch.setattr(parallel, "gather", lambda value: [value, (change(dict(value[0])), value[1] + clock, list(names))])
+        return parallel.preflight(tmp_path)
 
-def test_machines_and_devices_of_an_accelerate_config(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\ngpu_ids: 0, 1\n")
-    section = from_accelerate(path).section
-    assert (section.num_machines, section.machine_rank, section.main_process_ip, section.main_process_port, section.devices) == (2, 1, "10.0.0.1", 29500, "0,1")
-
-
-@pytest.mark.parametrize("text", ["distributed_type: DEEPSPEED", "distributed_type: MULTI_GPU\ncompute_environment: AMAZON_SAGEMAKER", "- a", "{"])
-def test_configs_that_cannot_be_taken_over_are_refused(tmp_path, text):
-    path = tmp_path / "a.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError):
-        from_accelerate(path)
+    assert with_peer() == [] and "clocks differ by 9 s" in with_peer(clock=9.0)[0]
+    for name in ("torch", "accelerate", "peft", "ltx_train", "device"):
+        with pytest.raises(RunError, match=f"Rank 1 has {name} other, rank 0 has"):
+            with_peer(lambda facts, name=name: {**facts, name: "other"})
+    with pytest.raises(RunError, match="Rank 1 sees 0 snapshots"):
+        with_peer(names=())
+    assert Parallel(rank=0, world=1, local_rank=0, device=torch.device("cpu")).preflight(tmp_path) == []
 
 
 def test_explicit_single_devices():
