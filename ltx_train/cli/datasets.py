@@ -11,6 +11,8 @@ from rich.table import Table
 from ..config import ModelSection, PreprocessJob, parse_section
 from ..data.cache import Cache, Manifest
 from ..data.dataset import DataSection
+from ..data.report import usable_or_raise
+from ..errors import ConfigError
 from ..geometry import VideoFactors
 from ..preprocess import Target, report_on
 from ..run_setup import open_other
@@ -86,6 +88,8 @@ def data_section(options: argparse.Namespace) -> DataSection:
     }
     captions = {k: v for k, v in captions.items() if v}
     if options.caption_column or options.video_column:
+        if Path(options.dataset).expanduser().is_dir():
+            raise ConfigError("dataset.column", f"--caption-column and --video-column are for a dataset file; {options.dataset} is a folder.", "Give the .csv, .json or .jsonl file.")
         columns = {"caption": options.caption_column, "video": options.video_column}
         values["sources"] = [{"path": options.dataset, "columns": {k: v for k, v in columns.items() if v}, "captions": captions}]
     else:
@@ -110,7 +114,8 @@ def run_report(options: argparse.Namespace) -> int:
         print(json.dumps(found.to_json(), ensure_ascii=False))  # noqa: T201 - for machines
     else:
         show_report(found.to_json())
-    return 0 if found.usable else 2
+    usable_or_raise(found)  # the same line and exit code that preprocessing ends with
+    return 0
 
 
 def show_report(data: dict) -> None:

@@ -23,7 +23,8 @@ from ..runs.exits import STOPPED
 
 def console(*, stderr: bool = False) -> Console:
     """Where the verbs print: what users named (a clip "[1080p].mp4") is no markup, and in a pipe a line stays one line."""
-    return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+    made = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+    return made if made.is_terminal else Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True, width=200)
 
 
 PLAIN_EVERY = 20

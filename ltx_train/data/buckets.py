@@ -70,6 +70,18 @@ class ClipOptions(Section):
             raise ValueError(f"alpha_colour {value} has a part outside 0..255")
         return value
 
+    @field_validator("audio_durations")
+    @classmethod
+    def _seconds(cls, value: str | None) -> str | None:
+        for part in (value or "").split(";"):
+            try:
+                good = not part.strip() or 0 < float(part) < math.inf
+            except ValueError:
+                good = False
+            if not good:
+                raise ValueError(f"audio_durations {value!r} is no list of seconds; write it as 2;4;8")
+        return value
+
     def durations(self) -> list[float]:
         """The sound lengths asked for, in seconds, rising."""
         if not self.audio_durations:

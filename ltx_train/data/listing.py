@@ -40,7 +40,7 @@ class Listing:
                 if extension in MEDIA_EXTENSIONS:
                     self.media.append(here / name)
                 elif extension in (".txt", ".caption", ".json"):
-                    self.texts[str(here / name)] = here / name
+                    self.texts[str(here / name)[: -len(extension)] + extension] = here / name  # also clip.TXT of a camera or Windows
 
     def caption(self, path: Path) -> tuple[str | None, list[Finding]]:
         """The text beside a clip: ``clip.mp4.txt`` before ``clip.txt``; .txt, .caption, .json in this order."""
@@ -60,7 +60,7 @@ class Listing:
 def _sidecar_json(text: str) -> str | None:
     try:
         data = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return None
     if isinstance(data, str):
         return data.strip()

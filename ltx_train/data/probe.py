@@ -91,8 +91,13 @@ def probe(source: Path | MemoryClip) -> Probe:
         raise MediaError("media.missing", f"There is no readable file {path.name}: {error.strerror}.") from error
     if size == 0:
         raise MediaError("media.empty", f"{path.name} is empty.")
-    with open(path, "rb") as file:
-        head = file.read(64)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise MediaError("media.missing", f"{path.name} cannot be read: {error.strerror}.") from error
+    if head.startswith(b"version https://git-lfs"):
+        raise MediaError("media.unreadable", f"{path.name} is a Git LFS pointer, not the clip: run `git lfs pull` in its folder.")
     found = _probe_still(path, size) if is_still(head) else _probe_av(path, size)
     return _with_extension(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -345,9 +346,10 @@ def _cell_path(table: Path, columns: Mapping[str, Any], role: str, override: str
 
 def _number(value: Any, default: float) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         return default
+    return number if math.isfinite(number) else default
 
 
 def _relative(path: Path, root: Path) -> str:

@@ -38,7 +38,7 @@ def decode_text(raw: bytes) -> Text:
         if raw.startswith(mark):
             return Text(raw.decode(encoding, errors="replace").lstrip("\ufeff"), encoding)
     head = raw[:4096]
-    if b"\0" in head:
+    if head.count(0) * 4 > len(head):  # every other byte of plain letters; one stray zero is none
         encoding = "utf-16-le" if head[1::2].count(0) >= head[0::2].count(0) else "utf-16-be"
         return Text(raw.decode(encoding, errors="replace"), encoding)
     try:
@@ -72,8 +72,25 @@ def _columns(values: Mapping[Any, Any]) -> dict[str, Any]:
 def _csv_rows(text: str) -> list[Row]:
     head = text.split("\n", 1)[0]
     delimiter = max(",;\t|", key=head.count)
+    text = text.replace("\0", "")
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
-    return [Row(n, _columns(values)) for n, values in enumerate(reader, 1) if any(v for k, v in values.items() if k is not None)]
+    before = csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))  # a long caption is found by the report, not refused by the reader
+    try:
+        _check_quotes(text, delimiter)
+        return [Row(n, _columns(values)) for n, values in enumerate(reader, 1) if any(v for k, v in values.items() if k is not None)]
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check_quotes(text: str, delimiter: str) -> None:
+    """Refuse a table whose last cell never ends: a quote that is not closed swallows all rows after it without a word."""
+    reader, line = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True), 1
+    try:
+        for _ in reader:
+            line = reader.line_num + 1
+    except csv.Error as error:
+        if "end of data" in str(error):
+            raise DataError("dataset.csv", f"A quote opened in line {line} of the table is never closed.", 'Close it, or write a quote inside a caption twice ("").') from error
 
 
 def _json_rows(data: Any) -> list[Row]:
@@ -114,6 +131,8 @@ def read_rows(path: Path) -> list[Row]:
     if path.suffix.lower() == ".json":
         try:
             return _json_rows(json.loads(text))
+        except RecursionError as error:
+            raise DataError("dataset.json", f"{path.name} is nested too deeply to be a dataset.", "Save a list of objects, one a clip.") from error
         except json.JSONDecodeError as error:
             rows = _jsonl_rows(text)  # JSON lines saved under .json
             if rows and not any(row.fault for row in rows):
