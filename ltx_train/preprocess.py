@@ -135,12 +135,16 @@ class Preprocessor:
     def text_fingerprint(self) -> str:
         return f"{self.codec.kind}:{self.codec.fingerprint('text_encoder')}"
 
+    def share(self, items: Iterable) -> list:
+        """This process's part of the work, cut before the cache is looked at: other ranks are filling it meanwhile."""
+        return list(items)[self.part[0] :: self.part[1]]
+
     # -- text --
     def text_key(self, text: str) -> str:
         return self.cache.text_key(text, self.text_fingerprint)
 
     def encode_texts(self, texts: Iterable[str]) -> None:
-        missing = [t for t in texts if not self.cache.has(self.text_key(t))][self.part[0] :: self.part[1]]
+        missing = [t for t in self.share(texts) if not self.cache.has(self.text_key(t))]
         for start in range(0, len(missing), TEXT_BATCH):
             self.report.check()
             batch = missing[start : start + TEXT_BATCH]
@@ -187,8 +191,7 @@ class Preprocessor:
     def encode_pictures(self, plans: Sequence[ClipPlan]) -> None:
         from .data.media import prepare
 
-        batches = [b for b in self.batches(plans) if not all(self.cache.has(k) for p in b for k in self.picture_keys(p).values())]
-        batches = batches[self.part[0] :: self.part[1]]
+        batches = [b for b in self.share(self.batches(plans)) if not all(self.cache.has(k) for p in b for k in self.picture_keys(p).values())]
         total, done = sum(map(len, batches)), 0
         reading = prepare(batches, self.target.factors, wanted=self.roles, workers=self.section.preprocess_workers)
         with closing(reading):
@@ -243,8 +246,7 @@ class Preprocessor:
         return self.target.audio_grid.of_seconds(piece.seconds).steps
 
     def encode_sounds(self, plans: Sequence[ClipPlan]) -> None:
-        waiting = [p for p in plans if p.id not in self.refused and not all(map(self.cache.has, self.sound_keys(p).values()))]
-        waiting = waiting[self.part[0] :: self.part[1]]
+        waiting = [p for p in self.share(plans) if p.id not in self.refused and not all(map(self.cache.has, self.sound_keys(p).values()))]
         with ThreadPoolExecutor(max(1, self.section.preprocess_workers)) as pool:
             for done, (piece, sounds) in enumerate(_ahead(pool, self.read_sounds, waiting), 1):
                 self.report.check()
