@@ -118,6 +118,8 @@ def _lies_on(block: nn.Module, device: torch.device) -> bool:
     if any(getattr(m, "group", None) is not None for m in block.modules()):
         return False
     tensors = list(block.parameters())
+    if any(hasattr(t, "device_mesh") for t in tensors):
+        return False  # shards of several ranks stay where they are
     return bool(tensors) and all(_is_on(t, device) for t in tensors)
 
 

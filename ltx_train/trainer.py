@@ -427,7 +427,7 @@ class Trainer:
         """Measure the held-out loss, once a step."""
         if self.parts.held_out is not None and self.held_out_at != self.step:
             with self.finished():
-                self.parts.held_out.run(self.step, self.live, self.parallel)
+                self.parts.held_out.run(self.step, self.live, None if self.parts.trainable.sharded else self.parallel)
             self.held_out_at = self.step
 
     def validate(self, asked: bool = False) -> None:
@@ -440,7 +440,7 @@ class Trainer:
             return
         self.parts.step.transformer.eval()
         with self.finished():
-            made = validator.run(self.step, self.live, self.parallel, self.parts.optimizer)
+            made = validator.run(self.step, self.live, self.parallel, self.parts.optimizer, together=self.parts.trainable.sharded)
         if self.publishers is not None:
             for index, path in enumerate(made):
                 self.publishers.sample(SampleEvent(step=self.step, path=path.name, index=index), path)

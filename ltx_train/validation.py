@@ -85,12 +85,13 @@ class Validator:
         self.base, self.offload_optimizer = base, offload_optimizer
         self._one_by_one = False
 
-    def run(self, step: int, live: LiveRun, parallel: Parallel | None = None, optimizer: torch.optim.Optimizer | None = None) -> list[Path]:
+    def run(self, step: int, live: LiveRun, parallel: Parallel | None = None, optimizer: torch.optim.Optimizer | None = None, together: bool = False) -> list[Path]:
         """Make every sample (the ranks share them); files land in ``samples/``, failures are warnings.
 
         All latents come first; then the frozen blocks make room for the decoder, once for all samples.
+        together: the weights lie in shards over the ranks, so every rank computes every sample, and rank 0 decodes.
         """
-        rank, world = (parallel.rank, parallel.world) if parallel is not None else (0, 1)
+        rank, world = (parallel.rank, parallel.world) if parallel is not None and not together else (0, 1)
         made = [Made(index) for index in range(rank, len(self.prepared), world) if self.prepared[index] is not None]
         room = Room(self.codec.device, self.transformer, optimizer if self.offload_optimizer else None)
         with live.phase("validation", f"step {step}"), untouched_random():
@@ -98,6 +99,8 @@ class Validator:
                 with room.without_optimizer():
                     with self.base() if step == 0 else nullcontext():
                         self.each(made, lambda m: self.sample(m, live))
+                    if together and parallel is not None and not parallel.is_main:
+                        made = []
                     with room.for_work(self.decoder_bytes(made)):
                         self.each(waiting(made), lambda m: self.decode_sound(m, step, live))  # all sounds, then all pictures:
                         self.each(waiting(made), lambda m: self.decode_clip(m, step, live))  # each decoder is loaded once

@@ -19,6 +19,11 @@ _PROGRESS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """The name under which a state is saved: where it rests (AdamW or HostAdamW) is no part of it."""
+    return type(optimizer).__name__.removeprefix("Host")
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -45,7 +50,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
                 tensors[name] = value.detach()
     progress = _PROGRESS.get(type(optimizer).__name__, ())
     rest = {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": _kind(optimizer),
         "shapes": [list(p.shape) for p in parameters],
         "scalars": scalars,
         "shared": shared,
@@ -60,8 +65,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     Raises RunError when the state is of another optimizer or of other parameters.
     """
     parameters = _parameters(optimizer)
-    if rest["optimizer"] != type(optimizer).__name__:
-        raise RunError("snapshot.optimizer", f"The snapshot holds the state of {rest['optimizer']}, the config asks for {type(optimizer).__name__}.", _HINT)
+    if rest["optimizer"] != _kind(optimizer):
+        raise RunError("snapshot.optimizer", f"The snapshot holds the state of {rest['optimizer']}, the config asks for {_kind(optimizer)}.", _HINT)
     if rest["shapes"] != [list(p.shape) for p in parameters] or len(rest["groups"]) != len(optimizer.param_groups):
         raise RunError("snapshot.optimizer", "The snapshot's optimizer state is of other parameters than this adapter's.", _HINT)
     optimizer.state.clear()
@@ -94,6 +99,8 @@ def _place(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: T
     """The tensor where the optimizer expects it: a torch step counter on the host unless fused, pages for paged states."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return value.cpu().clone()
+    if hasattr(optimizer, "host"):
+        return value  # it takes the numbers over into its own host buffers at the next step
     if getattr(optimizer, "is_paged", False) and key in ("state1", "state2") and value.shape == parameter.shape:
         buffer = optimizer.get_state_buffer(parameter, dtype=value.dtype)
         buffer.copy_(value)

@@ -12,7 +12,7 @@ from ltx_train.config import TrainConfig
 from ltx_train.errors import ConfigError
 from ltx_train.models.checkpoint import Checkpoint
 from ltx_train.models.transformer import load_transformer
-from ltx_train.runs.events import LoraEvent, StatisticsEvent
+from ltx_train.runs.events import LoraEvent, SampleEvent, StatisticsEvent
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.training.sharded import check_sharded
 from tests.end_to_end.corridor import finish, fork, furthest, train
@@ -84,10 +84,15 @@ def test_bf16_computes_with_rounded_copies_of_float32_masters(home, tmp_path, al
     assert furthest(done.snapshot, alone.snapshot) < 4 * RATE["learning_rate"]
 
 
-def test_bf16_in_shards_equals_bf16_alone(home, tmp_path):
+def test_bf16_in_shards_with_recomputing_state_on_the_host_and_previews_equals_bf16_alone(home, tmp_path):
     alone = train(full(home, tmp_path / "alone", steps=2, optimization={"gradient_accumulation_steps": 2}, acceleration={"mixed_precision_mode": "bf16"}))
-    config = full(home, tmp_path / "two", steps=2, acceleration={"mixed_precision_mode": "bf16"}, optimization={"enable_gradient_checkpointing": True})
+    previews = {"samples": [{"prompt": "a red block"}], "video_dims": [64, 64, 9], "inference_steps": 1, "interval": 1, "decode": "later", "skip_initial_validation": True}
+    config = full(
+        home, tmp_path / "two", steps=2, acceleration={"mixed_precision_mode": "bf16", "optimizer_in_ram": "on"},
+        optimization={"enable_gradient_checkpointing": True}, validation=previews,
+    )  # fmt: skip
     done = finish(fork(config, ranks=2), config)
+    assert [s.step for s in done.events(SampleEvent)] == [1, 2] and not any("fail" in w for w in done.warnings)
     assert done.losses == pytest.approx(alone.losses, rel=1e-2)
     assert furthest(done.snapshot, alone.snapshot) < 2e-3
 

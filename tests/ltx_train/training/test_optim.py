@@ -239,3 +239,28 @@ def test_finished_weights_leave_training_bit_for_bit(kind, with_ema):
     train(looked, optimizer, plan, 4, 6)
     train(left, other, plan, 4, 6)
     assert all(torch.equal(a, b) for a, b in zip(looked, left))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_state_on_the_host_and_one_on_the_card_go_on_from_one_another(first):
+    section = OptimizationSection(optimizer_type="adamw", learning_rate=1e-2, steps=10)
+
+    def steps(parameters, optimizer, count, start=0):
+        for n in range(start, start + count):
+            for i, p in enumerate(parameters):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * n + i))
+            optimizer.step()
+
+    def fresh():
+        return [torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(5))]
+
+    whole = fresh()
+    steps(whole, section.build_optimizer(whole), 4)
+    parameters = fresh()
+    before = section.build_optimizer(parameters, in_ram=first)
+    steps(parameters, before, 2)
+    after = section.build_optimizer(parameters, in_ram=not first)
+    restore_optimizer(after, *optimizer_state(before))
+    steps(parameters, after, 2, start=2)
+    for p, expected in zip(parameters, whole):
+        torch.testing.assert_close(p, expected)
