@@ -359,6 +359,8 @@ def preprocess(
         planned = report_on(section, target, required, lambda done, total: report.progress("look at the dataset", done, total, unit="clips"), with_audio)
     usable_or_raise(planned)
     part = (parallel.rank, parallel.world) if parallel is not None else (0, 1)
+    if part[0] == 0:
+        Cache(section.cache_root()).clean()
     worker = Preprocessor(section, target, codec, report, with_audio=with_audio, with_video=with_video, roles=roles, part=part)
     worker.encode(planned, texts)
     if parallel is not None:

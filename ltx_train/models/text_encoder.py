@@ -24,7 +24,6 @@ from .text_keys import EncoderWeights, check_encoder, check_layers, read_encoder
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
-BATCH_TOKENS = 4096  # of one forward through a layer, padding included
 WAVE_TOKENS = 32768  # between two reads of a streamed layer: about 1 GB of states and sums for a 12B Gemma
 
 
@@ -214,18 +213,18 @@ class TextEncoder:
 
 
 def plan_waves(lengths: list[int]) -> list[list[list[int]]]:
-    """Waves of batches of row numbers: rows sorted by length, batches within BATCH_TOKENS, waves within WAVE_TOKENS."""
+    """Waves of batches of row numbers, longest first, waves within WAVE_TOKENS.
+
+    A batch is one caption: kernels round otherwise in another batch, and an entry of the cache must not hang on what
+    else was missing when it was made. With a caption's 100 to 1000 tokens the products are large enough.
+    """
     waves: list[list[list[int]]] = []
     used = WAVE_TOKENS
-    batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
-        if not batch or (len(batch) + 1) * lengths[batch[0]] > BATCH_TOKENS:
-            batch = []
-            if used + lengths[row] > WAVE_TOKENS:
-                waves.append([])
-                used = 0
-            waves[-1].append(batch)
-        batch.append(row)
+        if not waves or used + lengths[row] > WAVE_TOKENS:
+            waves.append([])
+            used = 0
+        waves[-1].append([row])
         used += lengths[row]
     return waves
 

@@ -387,7 +387,6 @@ def test_streaming_reads_one_layer_at_a_time_and_changes_nothing(kind: str, tmp_
     assert (resident.placement, streamed.placement) == ("resident", "stream") and not streamed._layers._kept
     assert_same(streamed.encode(CAPTIONS), expected)
     monkeypatch.setattr(module, "WAVE_TOKENS", 6)  # several waves of small batches
-    monkeypatch.setattr(module, "BATCH_TOKENS", 6)
     steps: list[tuple[int, int]] = []
     assert_same(streamed.encode(CAPTIONS, lambda done, total: steps.append((done, total))), expected, 1e-5)
     assert steps[-1][0] == steps[-1][1] == len(steps) and len(steps) > 2
@@ -431,11 +430,9 @@ def test_waves_cover_every_caption_once_within_the_limits() -> None:
     waves = plan_waves(lengths)
     assert sorted(row for wave in waves for batch in wave for row in batch) == list(range(300))
     for wave in waves:
-        assert sum(lengths[row] for batch in wave for row in batch) <= module.WAVE_TOKENS + module.BATCH_TOKENS
-        for batch in wave:
-            assert len(batch) * max(lengths[row] for row in batch) <= module.BATCH_TOKENS
-    padded = sum(len(batch) * max(lengths[row] for row in batch) for wave in waves for batch in wave)
-    assert padded < 1.05 * sum(lengths)  # little is computed on padding
+        assert sum(lengths[row] for batch in wave for row in batch) <= module.WAVE_TOKENS
+        assert all(len(batch) == 1 for batch in wave)
+    assert len(waves) == -(-sum(lengths) // module.WAVE_TOKENS)  # layers are read no more often than they must be
     assert plan_waves([]) == []
 
 
