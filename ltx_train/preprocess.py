@@ -226,7 +226,7 @@ class Preprocessor:
         if not self.cache.has(key):
             bucket = piece.bucket
             grid = VideoGrid.of_pixels(bucket.width, bucket.height, bucket.frames, float(piece.fps), self.target.factors)
-            self.cache.put_latents(key, Latents(values[None], grid), {"id": piece.id})
+            self.cache.put_latents(key, Latents(values[None], grid))
 
     def put_mask(self, key: str, mask: Tensor) -> None:
         if not self.cache.has(key):
@@ -274,7 +274,7 @@ class Preprocessor:
     def put_sound(self, key: str, piece: ClipPlan, sound) -> None:
         latents = fit_steps(self.codec.encode_audio(sound.waveform[None], sound.sample_rate), self.steps(piece))
         grid = self.target.audio_grid.of_seconds(piece.seconds)
-        self.cache.put_latents(key, Latents(latents, grid), {"id": piece.id})
+        self.cache.put_latents(key, Latents(latents, grid))
 
     def put_audio_mask(self, piece: ClipPlan) -> None:
         from .data.media import read_audio_mask
