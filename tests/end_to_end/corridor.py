@@ -261,8 +261,8 @@ def furthest(one, other, group="weights"):
 
 # -- children by fork: the engine is imported once, so a child starts in milliseconds ---------------------------------
 
-_FORKS = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "ltx_train.trainer", "ltx_train.worker", "ltx_train.validation", "ltx_train.models.connectors", "tests.end_to_end.corridor"]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "ltx_train.trainer", "ltx_train.worker", "ltx_train.validation", "ltx_train.models.connectors", "tests.end_to_end.corridor"])
 
 
 def _work(run, environment):
@@ -278,11 +278,10 @@ def _work(run, environment):
 
 def fork(config, ranks=1):
     """Start the worker's own entry on a training, in forked processes; the list of them, rank 0 first."""
-    _FORKS.set_forkserver_preload(_PRELOAD)
     run = RunDir.create(Path(config.output_dir))
     config.save(run.job_path("train"))
     common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    started = [_FORKS.Process(target=_work, args=(str(run.path), {**common, "RANK": str(r), "LOCAL_RANK": str(r)} if ranks > 1 else {})) for r in range(ranks)]
+    started = [FORKS.Process(target=_work, args=(str(run.path), {**common, "RANK": str(r), "LOCAL_RANK": str(r)} if ranks > 1 else {})) for r in range(ranks)]
     for process in started:
         process.start()
     return started
