@@ -41,13 +41,13 @@ class LTXTrainDataset(io.ComfyNode):
             inputs=[
                 io.Combo.Input("dataset", options=[*paths.datasets(), NONE], tooltip="A folder or dataset file below ComfyUI's input and datasets folders."),
                 io.String.Input("path", default="", optional=True, advanced=True, tooltip="A path instead: input/..., datasets/..., output/..., or a folder that the server's owner allows."),
-                io.String.Input("buckets", default="auto", tooltip="Sizes to train at, such as 768x512x49;512x768x49;768x512 (width x height x frames). auto proposes them from the clips."),
-                io.Int.Input("token_budget", default=4096, min=1, max=1_000_000, advanced=True, tooltip="With auto buckets: latent tokens a clip may have (768x512x49 has 2,688)."),
+                io.String.Input("buckets", default="auto", optional=True, tooltip="Sizes to train at, such as 768x512x49;512x768x49;768x512 (width x height x frames). auto proposes them from the clips."),
+                io.Int.Input("token_budget", optional=True, default=4096, min=1, max=1_000_000, advanced=True, tooltip="With auto buckets: latent tokens a clip may have (768x512x49 has 2,688)."),
                 *schema.inputs_of(Captions, CAPTION_FIELDS, basic=BASIC),
                 *schema.inputs_of(ClipOptions, CLIP_FIELDS, basic=BASIC),
-                io.Int.Input("repeats", default=1, min=1, max=10000, tooltip="Times an epoch each clip is seen."),
-                io.Float.Input("weight", default=1.0, min=0.0, max=100.0, step=0.1, advanced=True, tooltip="Factor on the loss of these clips."),
-                io.Float.Input("caption_dropout", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True, tooltip="Share of samples that train with an empty caption."),
+                io.Int.Input("repeats", optional=True, default=1, min=1, max=10000, tooltip="Times an epoch each clip is seen."),
+                io.Float.Input("weight", optional=True, default=1.0, min=0.0, max=100.0, step=0.1, advanced=True, tooltip="Factor on the loss of these clips."),
+                io.Float.Input("caption_dropout", optional=True, default=0.0, min=0.0, max=1.0, step=0.01, advanced=True, tooltip="Share of samples that train with an empty caption."),
                 *[
                     io.String.Input(role, default="", optional=True, advanced=True, tooltip=f"Folder with a {role.replace('_', ' ')} of the same name for each clip.")
                     for role in ROLE_FIELDS

@@ -119,7 +119,9 @@ def _number(name: str, kind: Kind, default: Any, common: dict[str, Any]) -> io.I
     if kind.type is int:
         low = low + 1 if kind.open_low and not kind.optional else low
         high = min(kind.high - kind.open_high, MAX_SEED if name == "seed" else BIG)
-        return io.Int.Input(name, default=int(value), min=int(low), max=int(high), **common)
+        # without this the browser draws a new seed after every run
+        fixed = {"control_after_generate": io.ControlAfterGenerate.fixed} if name.endswith("seed") else {}
+        return io.Int.Input(name, default=int(value), min=int(low), max=int(high), **fixed, **common)
     step = 10.0 ** (math.floor(math.log10(abs(value))) - 1) if value else 0.01
     step = min(step, 0.01 if abs(value) < 10 else 1.0)
     return io.Float.Input(name, default=float(value), min=float(low), max=float(kind.high), step=step, round=False, **common)
@@ -237,7 +239,7 @@ def choice_input(name: str, table: Mapping[str, type[Section]], *, default: str,
     """A dropdown whose options each bring the fields of their class; the default stands first, as the widget has none."""
     order = [default, *(key for key in table if key != default)]
     options = [io.DynamicCombo.Option(key, inputs_of(table[key], leave=leave)) for key in order]
-    return io.DynamicCombo.Input(name, options=options, tooltip=tooltip)
+    return io.DynamicCombo.Input(name, options=options, tooltip=tooltip, optional=True)
 
 
 def choice_of(name: str, table: Mapping[str, type[Section]], value: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

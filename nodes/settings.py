@@ -87,7 +87,7 @@ class LTXTrainOptimizerSettings(_SettingsNode):
             schema.choice_input("scheduler_type", {OWN: schema.Section, **SCHEDULES}, default=OWN, tooltip="How the learning rate falls over the steps; auto: as the optimizer is used."),
             *schema.inputs_of(OptimizationSection, cls.FIELDS, defaults={"batch_size": 1}),
             io.DynamicCombo.Input(
-                "ema", tooltip="Keep a running average of the weights, and save and sample that.",
+                "ema", optional=True, tooltip="Keep a running average of the weights, and save and sample that.",
                 options=[io.DynamicCombo.Option("off", []), io.DynamicCombo.Option("on", schema.inputs_of(Ema))],
             ),
         ]  # fmt: skip
@@ -140,7 +140,10 @@ class LTXTrainValidationSettings(_SettingsNode):
     """The previews of a run."""
 
     socket, section = "validation", "validation"
-    LEAVE = ("samples", "video_dims", "set_by_hand", "sigmas")
+    FIELDS = (
+        "interval", "frame_rate", "seed", "negative_prompt", "generate_audio", "generate_video", "skip_initial_validation",
+        "guidance_passes", "image_crf", "decode", "contact_sheet",
+    )  # fmt: skip
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -148,15 +151,14 @@ class LTXTrainValidationSettings(_SettingsNode):
             io.String.Input("prompts", default="", multiline=True, tooltip="Further prompts, one a line, beside the train node's."),
             io.String.Input("first_frames", default="", multiline=True, advanced=True, tooltip="First frames, one image a line for each prompt in order: input/face.png; an empty line for none."),
             *preview_size(),
-            *schema.inputs_of(ValidationSection, leave=(*cls.LEAVE, *MODEL_NUMBERS), basic={"interval", "frame_rate", "seed", "negative_prompt", "generate_audio"}),
-            *model_numbers(),
+            *schema.inputs_of(ValidationSection, cls.FIELDS, basic={"interval", "frame_rate", "seed", "negative_prompt", "generate_audio"}),
+            recipe_input(),
         ]
         return cls.made("LTXTrainValidationSettings", "LTX Preview Settings", "Which clips a run makes while it trains, how large, and how often.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
-        found = schema.values_of(ValidationSection, {k: v for k, v in widgets.items() if k not in MODEL_NUMBERS})
-        found |= given_numbers(widgets)
+        found = schema.values_of(ValidationSection, widgets, only=cls.FIELDS) | recipe_of(widgets)
         if {"width", "height", "frames"} <= widgets.keys():
             found["video_dims"] = (widgets["width"], widgets["height"], widgets["frames"])
         frames = [line.strip() for line in (widgets.get("first_frames") or "").splitlines()]
@@ -186,12 +188,22 @@ def preview_size(width: int = 512, height: int = 320, frames: int = 49) -> list[
     ]
 
 
+RECIPE = ("sampler", "eta", "schedule", "schedule_tokens", "cfg_star")
+OWN_RECIPE, BY_HAND = "the model's own", "by hand"
+
+
+def recipe_input() -> io.Input:
+    """How a sample is made: as the model was made for, or with steps, guidance and schedule set by hand."""
+    options = [io.DynamicCombo.Option(OWN_RECIPE, []), io.DynamicCombo.Option(BY_HAND, [*model_numbers(), *schema.inputs_of(ValidationSection, RECIPE)])]
+    return io.DynamicCombo.Input("recipe", options=options, optional=True, tooltip="Steps, guidance and noise levels: those of the model's own recipe, or set by hand.")
+
+
 def model_numbers() -> list[io.Input]:
     """Steps and guidance, each with a value that leaves it to the model's own recipe."""
     made = []
     for name in MODEL_NUMBERS:
         info: FieldInfo = ValidationSection.model_fields[name]
-        common = {"tooltip": f"{info.description} Empty or -1: as the model was made for.", "advanced": True, "optional": True}
+        common = {"tooltip": f"{info.description} Empty or -1: as the model was made for.", "optional": True}
         if name == "stg_blocks":
             made.append(io.String.Input(name, default="", **common))
         elif name == "inference_steps":
@@ -201,11 +213,14 @@ def model_numbers() -> list[io.Input]:
     return made
 
 
-def given_numbers(widgets: Mapping[str, Any]) -> dict[str, Any]:
-    """The steps and guidance that were set by hand."""
-    found = {}
+def recipe_of(widgets: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the validation section that were set by hand."""
+    given = widgets.get("recipe") or {}
+    if given.get("recipe") != BY_HAND:
+        return {}
+    found = schema.values_of(ValidationSection, given, only=RECIPE)
     for name in MODEL_NUMBERS:
-        value = widgets.get(name)
+        value = given.get(name)
         if name == "stg_blocks":
             if str(value or "").strip():
                 found[name] = [int(part) for part in schema.lines_of(str(value).replace(",", ";"))]

@@ -47,7 +47,7 @@ class LTXTrainLoRA(io.ComfyNode):
                 io.Float.Input("learning_rate", default=1e-4, min=0.0, max=10.0, step=1e-6, round=False, tooltip="0: the optimizer's own default (prodigy: 1)."),
                 io.Int.Input("seed", default=42, min=0, max=schema.MAX_SEED, control_after_generate=io.ControlAfterGenerate.fixed, tooltip="Of noise, data order and the LoRA's start."),
                 io.String.Input("validation_prompt", default="", multiline=True, optional=True, tooltip="Prompts of the previews, one a line. Empty: no previews."),
-                io.Int.Input("num_processes", default=1, min=1, max=4096, advanced=True, tooltip="Processes, one a GPU."),
+                io.Int.Input("num_processes", optional=True, default=1, min=1, max=4096, advanced=True, tooltip="Processes, one a GPU."),
                 io.String.Input("warm_start", default="", optional=True, advanced=True, tooltip="Start from this LoRA: a name in ComfyUI's loras folder."),
                 *[sockets.Settings[name].Input(name, optional=True, tooltip=f"From LTX {name.capitalize()} Settings.") for name in SETTINGS],
             ],

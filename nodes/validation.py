@@ -14,7 +14,7 @@ from ..ltx_train.runs.run_dir import RunDir
 from . import compose, jobs, paths, schema, sockets
 from .follow import Screen
 from .model import need
-from .settings import given_numbers, model_numbers, preview_size
+from .settings import preview_size, recipe_input, recipe_of
 from .train import last_lora
 
 NO_LORA = "none"
@@ -44,7 +44,7 @@ class LTXTrainSample(io.ComfyNode):
                 io.Combo.Input("lora_name", options=[NO_LORA, *paths.model_files("loras")], optional=True, tooltip="A LoRA of ComfyUI's loras folder, beside or instead of the run's."),
                 io.Float.Input("strength", default=1.0, min=-10.0, max=10.0, step=0.05, tooltip="Strength of the LoRA."),
                 io.Image.Input("first_frame", optional=True, tooltip="The clip's first frame is given."),
-                *model_numbers(),
+                recipe_input(),
                 sockets.Settings["memory"].Input("memory", optional=True, tooltip="From LTX Memory Settings."),
             ],
             outputs=[io.Image.Output("images", display_name="images"), io.Audio.Output("audio", display_name="audio"), io.Video.Output("video", display_name="video")],
@@ -93,7 +93,7 @@ def section_of(prompt: str, widgets: dict[str, Any]) -> dict[str, Any]:
         "video_dims": (widgets["width"], widgets["height"], widgets["frames"]),
         "frame_rate": widgets.get("frame_rate", 24.0),
         "generate_audio": widgets.get("generate_audio", True),
-        **given_numbers(widgets),
+        **recipe_of(widgets),
     }
 
 

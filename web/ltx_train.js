@@ -13,7 +13,7 @@ async function fetchJson(path, options) {
   try {
     const answer = await api.fetchApi(path, options);
     if (answer.ok) return await answer.json();
-    if (answer.status !== 404) return { refused: await answer.json().catch(() => ({ message: answer.statusText })) };
+    return { refused: await answer.json().catch(() => ({ message: answer.statusText })) };
   } catch (error) {
     console.debug("LTX Train:", error);
   }
@@ -47,7 +47,7 @@ function watchRun(node, nameWidget) {
     const answer = await fetchJson(path, options);
     return answer?.refused ? null : answer;
   }, (it) => panel.show(it));
-  addPanel(node, "ltx_run_panel", panel.element, 230);
+  addPanel(node, "ltx_run_panel", panel.element, 270);
   const open = (run) => {
     node.properties ??= {};
     if (run && run !== client.run) client.open(run);

@@ -15,7 +15,7 @@ const STYLE = `
 .ltx-train .ltx-error { color: var(--error-text, #ff6b6b); }
 .ltx-train .ltx-warning { color: #e0b050; }
 .ltx-train .ltx-samples { display: flex; flex-wrap: wrap; gap: 4px; }
-.ltx-train .ltx-samples > * { max-width: 100%; max-height: 110px; border-radius: 4px; }
+.ltx-train .ltx-samples > * { max-width: 100%; max-height: 96px; border-radius: 4px; }
 .ltx-train .ltx-buttons { display: flex; gap: 4px; }
 .ltx-train button { font: inherit; color: inherit; cursor: pointer; padding: 2px 8px; border-radius: 4px;
   border: 1px solid var(--border-color, #555); background: transparent; }
