@@ -12,6 +12,7 @@ from .memory.attention import prefer_attention
 from .memory.capability import Facts
 from .memory.compiling import keep_compiled_code
 from .memory.engine import BlockEngine, EngineSettings
+from .memory.graphs import GraphedPasses
 from .memory.quantization import choose, load_quantized
 from .memory.settings import AccelerationSection
 from .memory.streaming import spread
@@ -62,7 +63,9 @@ def load_network(
     )
     prefer_attention(acceleration.attention, device)
     if settings is not None:
-        engage(transformer, settings, device, dtype)
+        engine = engage(transformer, settings, device, dtype)
+        if settings.compile and device.type == "cuda" and acceleration.cuda_graphs == "on":
+            transformer.pass_runner = GraphedPasses(transformer, engine, live.warn)
     elif recompute:
         checkpoint_activations(transformer, kept=acceleration.keep_activations_of, dropout=dropout)
     return transformer

@@ -19,6 +19,7 @@ from ..lora.adapters import LoraSection, attach
 from ..memory.attention import prefer_attention
 from ..memory.compiling import keep_compiled_code
 from ..memory.engine import EngineSettings
+from ..memory.graphs import GraphedPasses
 from ..memory.pinned import HostMemory
 from ..models.families import FAMILIES, TransformerConfig
 from ..text import Context
@@ -46,6 +47,7 @@ class StepCase:
     slots: int = 3
     budget: float = 0.0
     compile: bool = True
+    graph: bool = True
     fp8: bool = False
     offload: bool = False
     optimizer: str = "device"
@@ -53,7 +55,7 @@ class StepCase:
     cap: float = 0.0
     attention: str = "auto"
     steps: int = 5
-    warmup: int = 2
+    warmup: int = 4
     text_tokens: int = 1024
     layers: int = 0
     tiny: bool = False
@@ -160,6 +162,9 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     model = fast_transformer(
         config, case.engine(), quantization=case.quantization or None, audio=case.audio, device=device, dtype=dtype, memory=memory,
     )  # fmt: skip
+    notes: list[str] = []
+    if case.graph and case.compile:
+        model.pass_runner = GraphedPasses(model, model.block_runner, lambda code, text: notes.append(text))
     audio = model.has_audio
     adapters = attach(model, LoraSection(rank=case.rank, alpha=case.rank), seed=0, streams=("video", "audio") if audio else ("video",))
     synchronise(device)
@@ -167,9 +172,9 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     step = TrainStep(model, strategy_of(audio), FlowMatchingSection(), config=config)
     optimizer = OptimizationSection().build_optimizer(adapters.parameters(), in_ram=case.optimizer == "host")
     found = timed(case, config, device, dtype, step, adapters.parameters(), optimizer, lambda: None)
-    engine = model.block_runner
-    model.block_runner = None
-    return {**found, "setup_s": round(ready, 1), "uploaded_gb": round(engine.store.uploaded / 1e9 / (case.steps + case.warmup), 2), "pinned_gib": round(memory.pinned / GIB, 2)}
+    engine, recorded = model.block_runner, len(model.pass_runner.recordings) if model.pass_runner is not None else 0
+    model.block_runner = model.pass_runner = None
+    return {**found, "graphs": recorded, "notes": notes or None, "setup_s": round(ready, 1), "uploaded_gb": round(engine.store.uploaded / 1e9 / (case.steps + case.warmup), 2), "pinned_gib": round(memory.pinned / GIB, 2)}
 
 
 def measure_plain(case: StepCase, device: torch.device) -> dict[str, object]:

@@ -54,6 +54,7 @@ class BlockEngine:
         self.saved: SavedTensors | None = None
         self.plain: Tensor | None = None
         self.loras: list[BlockLoras] = []
+        self.gradient: Tensor | None = None
         self._adapted: tuple[nn.Module | None, ...] | None = None
         self._expanded: int | None = None
         self._expand = torch.compile(expand_groups, dynamic=False) if settings.compile and settings.backend == "inductor" else expand_groups
@@ -100,6 +101,15 @@ class BlockEngine:
             self.packing.expand(self.transformer.transformer_blocks[index], buffer, self.plain, self._expand)
             self._expanded = index
         return self.plain
+
+    def forget_expansion(self) -> None:
+        """What stands in the buffer of plain weights is not known any more."""
+        self._expanded = None
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether the parameters hold gradients already."""
+        return any(loras.parameters[0].grad is not None for loras in self.loras if loras.trained)
 
     # -- running --
     def __call__(self, block, index, video, audio, video_inputs, audio_inputs, keep) -> BlockOutput:
@@ -150,8 +160,8 @@ class BlockEngine:
         counts = [sum(BlockLoras.count(layers) for _, layers in groups) for groups in grouped]
         trained = any(lora is not None and lora.A.requires_grad for lora in adapted)
         master = torch.empty(sum(counts), dtype=torch.float32, device=self.device)
-        gradient = torch.zeros_like(master) if trained else None
-        parts = zip(master.split(counts), [None] * len(counts) if gradient is None else gradient.split(counts))
+        self.gradient = torch.zeros_like(master) if trained else None
+        parts = zip(master.split(counts), [None] * len(counts) if self.gradient is None else self.gradient.split(counts))
         self.loras = [BlockLoras(groups, m, g, self.dtype) for groups, (m, g) in zip(grouped, parts)]
 
     def _groups_of(self, index: int, block: nn.Module) -> list:

@@ -119,3 +119,43 @@ class BlockStore:
                     self.stream.wait_event(self.free[slot])
                 self.ring[slot].copy_(self.host_buffers[index], non_blocking=True)
                 self.ready[slot] = self.stream.record_event()
+
+    # -- CUDA graphs: uploads are recorded with the pass that needs them --
+    def begin_recording(self) -> list[int | None]:
+        """Fill the ring with what a pass starts with and wait for it; what stands in the ring, for :meth:`take_ring`."""
+        self.leave()
+        self.position = 0
+        if self.ring:
+            self._fetch_ahead()
+        self.join()
+        return list(self.holds)
+
+    def end_recording(self, ring: list[int | None]) -> None:
+        """Recorded uploads have not happened: the ring stands as it did."""
+        self.holds, self.current, self.position = list(ring), None, 0
+        self._forget_events()
+
+    def take_ring(self, ring: list[int | None]) -> None:
+        """Bring the ring into the state that a recording starts from, and ends in."""
+        self.leave()
+        self.join()
+        for slot, index in enumerate(ring):
+            if index is not None and self.holds[slot] != index:
+                self.ring[slot].copy_(self.host_buffers[index], non_blocking=True)
+        self.end_recording(ring)
+        self.fork()
+
+    def fork(self) -> None:
+        """The upload stream goes on from here."""
+        self._forget_events()
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def join(self) -> None:
+        """All uploads so far are done for what follows."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self._forget_events()
+
+    def _forget_events(self) -> None:
+        self.ready, self.free = [None] * len(self.ring), [None] * len(self.ring)

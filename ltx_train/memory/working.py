@@ -27,6 +27,7 @@ class BlockLoras:
         self._masters = self._views(master)
         self._gradients = None if gradient is None else self._views(gradient)
         self.trained = any(lora.A.requires_grad for lora in self.loras)
+        self._gradient_of = [] if gradient is None else list(self._of_parameters(self._gradients))
         self._adopt()
 
     @staticmethod
@@ -91,7 +92,12 @@ class BlockLoras:
             else:
                 torch._foreach_add_(into, [v.float() for v in values])
         if fresh:
-            for parameter, view in self._of_parameters(self._gradients):
+            self.show_gradients()
+
+    def show_gradients(self) -> None:
+        """Let the parameters' ``.grad`` be this block's part of the flat gradient."""
+        if self.trained:
+            for parameter, view in self._gradient_of:
                 parameter.grad = view
 
 

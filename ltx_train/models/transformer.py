@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,6 +97,7 @@ class LTXTransformer(nn.Module):
         assert video or audio, "no stream asked for"
         self.config, self.has_video, self.has_audio = config, video, audio
         self.block_runner: BlockRunner = run_block
+        self.pass_runner: Callable[..., BlockOutput] | None = None
         c = config
         if video:
             self._add_stream("", c.dim, c.in_channels, c.out_channels)
@@ -139,6 +140,11 @@ class LTXTransformer(nn.Module):
 
     def forward(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None = None) -> BlockOutput:
         """Velocities [B, T, C] in the transformer's dtype; None for a stream that is left out."""
+        run = self.compute if self.pass_runner is None else self.pass_runner
+        return run(video, audio, perturbations)
+
+    def compute(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None = None) -> BlockOutput:
+        """The pass itself; ``pass_runner``, where set, decides how it is carried out (as a recorded CUDA graph)."""
         assert video is None or self.has_video, "this transformer was built without the video stream"
         assert audio is None or self.has_audio, "this transformer was built without the audio stream"
         assert video is not None or audio is not None, "no stream given"
