@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ def load_sharded(checkpoint: Checkpoint, parallel: Parallel, *, dtype: torch.dty
     rest = source.renamed(lambda name: None if name.startswith("transformer_blocks.") else name)
     load_weights(model, rest, dtype=torch.float32, device=parallel.device, ignore=("transformer_blocks.*",))
     shard(model, reshard_after_forward=False)
+    warnings.filterwarnings("ignore", message=r"(?s)FSDP2-wrapped module .* returned a view tensor")  # the loss never writes into it
     return model.eval()
 
 
