@@ -23,6 +23,7 @@ from .models.weights import check_weights
 from .parts import check_family, newest_weights
 from .preprocess import Target, report_on
 from .run_setup import find_run
+from .training.parallel import single_device
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -45,14 +46,7 @@ def check_packages(config: TrainConfig) -> list[str]:
     for section in (config.logging, config.wandb, config.hub):
         section.check()
     config.optimization.require_packages()
-    wanted = config.acceleration.device
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else torch.device(wanted)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device.missing", f"acceleration.device is {wanted}, and torch sees no GPU here.", "Install the torch for your GPU, or set device: cpu or auto.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError("device.missing", f"acceleration.device is {wanted}; there are {torch.cuda.device_count()} GPUs.", "They are counted from cuda:0.")
-    if device.type in ("mps", "xpu") and not getattr(torch, device.type).is_available():
-        raise ConfigError("device.missing", f"acceleration.device is {wanted}, and this torch has no {device.type} device here.", "Set device: auto, cuda or cpu.")
+    device = single_device(config.acceleration.device)
     verdict = capability(config.acceleration.quantization, Facts.here(device))
     if verdict.action == "refuse":
         raise ConfigError("quantization.refused", f"quantization {config.acceleration.quantization} cannot work here.", verdict.reason)

@@ -229,17 +229,20 @@ def _inherit(folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """``env [--json] [--create FOLDER [--inherit] [--index-url URL]]``; exit code 1 if something needed is missing."""
-    parser = argparse.ArgumentParser(prog="env", description=__doc__)
+    """``env [--json]`` or ``env create FOLDER [--inherit] [--index-url URL]``; exit code 2 if something needed is missing."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["create"]:
+        arguments[0] = "--create"
+    parser = argparse.ArgumentParser(prog="python -m ltx_train env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--create", type=Path, metavar="FOLDER", help="make a separate environment there")
     parser.add_argument("--inherit", action="store_true", help="with --create: keep this Python's packages visible, install only what is missing")
     parser.add_argument("--index-url", help="with --create: where pip gets torch, such as https://download.pytorch.org/whl/cu128")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if options.create is not None:
         python = create_environment(options.create, inherit=options.inherit, index_url=options.index_url)
         sys.stdout.write(f"Made. Set this as the engine python:\n{python}\n")
         return 0
     environment = inspect_environment()
     sys.stdout.write((json.dumps(environment.as_dict(), indent=1) if options.json else environment.text()) + "\n")
-    return 1 if environment.missing else 0
+    return 2 if environment.missing else 0

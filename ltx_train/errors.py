@@ -94,7 +94,8 @@ def nearest(name: str, known: list[str] | tuple[str, ...], limit: int = 3) -> li
 
 def explain_os_error(error: OSError) -> LtxTrainError | None:
     """What a refused file operation means for the user, or None for one that only our own fault can cause."""
-    where = str(error.filename) if error.filename else "a file"
+    name = error.filename2 or error.filename  # of a rename: where it goes
+    where = str(name) if name else "a file"
     said = {
         errno.ENOSPC: ("disk.full", f"The disk is full: {where}.", "Free some space and start again: a run goes on from its last snapshot."),
         errno.EACCES: ("file.permission", f"No permission to use {where}", "Give your user the right to read and write there, or choose another folder."),

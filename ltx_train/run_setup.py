@@ -53,6 +53,12 @@ def open_training(config: TrainConfig) -> OpenedRun:
     found = find_run(config)
     if found.verdict is not None and found.run.live():
         return OpenedRun(found.run, found.old, found.verdict)
+    done = found.run.read_status().step if found.verdict is not None else 0
+    if found.verdict is not None and found.verdict.relation == "extend" and config.optimization.steps < done:
+        raise RunError(
+            "run.steps", f"The run {found.run.name} has {done} steps already; the config asks for {config.optimization.steps}.",
+            "Its LoRAs of earlier steps are in its checkpoints folder. Ask for more steps, or use another output_dir.",
+        )  # fmt: skip
     run = RunDir.create(found.run.path)
     settled = config.model_copy(update={"output_dir": str(run.path)})
     settled.save(run.job_path("train"))
@@ -110,13 +116,35 @@ def _foreign(folder: Path) -> bool:
 
 
 def open_other(job: PreprocessJob | SampleJob) -> OpenedRun:
-    """The directory of a preprocessing or sampling job; the job file is written anew."""
+    """The directory of a preprocessing or sampling job; the job file is written anew.
+
+    Samples of another job, or anybody's files, are never written over: they make ``name_002``.
+    """
     job = job.resolved()
-    run = RunDir.create(job.output_dir)
+    wanted = Path(job.output_dir)
+    check_name(wanted.name)
+    place = wanted if isinstance(job, PreprocessJob) else next(p for p in _versions(wanted) if _free_for_samples(p, job))
+    run = RunDir.create(place)
     if run.live():
         raise RunError("run.locked", f"The run {run.name} is at work.", "Wait for it, stop it, or use another output_dir.")
+    job = job.model_copy(update={"output_dir": str(run.path)})
     job.save(run.job_path(job.kind))
     return OpenedRun(run, job)
+
+
+def _free_for_samples(place: Path, job: SampleJob) -> bool:
+    """Whether a sampling job may write into a folder: a new one, its own of an earlier start, or one where nothing was made."""
+    run = RunDir(place)
+    path = run.job_path("sample")
+    if not path.is_file():
+        return not _foreign(place)
+    if not run.live() and _made_nothing(run):
+        return True
+    try:
+        old = SampleJob.load(path)
+    except ConfigError:
+        return False
+    return old.model_copy(update={"output_dir": ""}) == job.model_copy(update={"output_dir": ""})
 
 
 def launch_job(opened: OpenedRun, *, engine_python: str | None = None, **options: object) -> Child:

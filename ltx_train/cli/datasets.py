@@ -12,11 +12,11 @@ from ..config import ModelSection, PreprocessJob, parse_section
 from ..data.cache import Cache, Manifest
 from ..data.dataset import DataSection
 from ..data.report import usable_or_raise
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..geometry import VideoFactors
 from ..preprocess import Target, report_on
 from ..run_setup import open_other
-from .show import console
+from .show import console, positive
 from .training import finish
 
 
@@ -33,7 +33,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     _model_arguments(preprocess)
     preprocess.add_argument("--with-audio", action=argparse.BooleanOptionalAction, default=True)
     preprocess.add_argument("--skip-audio", action="store_true")
-    preprocess.add_argument("--batch-size", type=int, default=1)
+    preprocess.add_argument("--batch-size", type=positive, default=1)
     preprocess.add_argument("--device", default="auto")
     preprocess.add_argument("--load-text-encoder-in-8bit", action="store_true")
     preprocess.add_argument("--output-dir", help="cache folder (default: .ltx_cache beside the dataset)")
@@ -43,7 +43,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     decode.add_argument("cache", type=Path, help="a cache, a run, its samples folder, or a .latent file")
     decode.add_argument("output", type=Path)
     _model_arguments(decode)
-    decode.add_argument("--limit", type=int, default=0, help="only so many clips")
+    decode.add_argument("--limit", type=positive, help="only so many clips")
     decode.add_argument("--device", default="auto")
     decode.set_defaults(run=run_decode)
 
@@ -159,13 +159,17 @@ def run_decode(options: argparse.Namespace) -> int:
     from ..preprocess import engine_codec
     from ..training.parallel import Parallel
 
+    acceleration = parse_section(AccelerationSection, {"device": options.device})
     checkpoint = parse_section(ModelSection, model_section(options)).open()
-    codec = engine_codec(checkpoint, AccelerationSection(), Parallel.start(device=options.device).device)
+    codec = engine_codec(checkpoint, acceleration, Parallel.start(device=options.device).device)
     if not (options.cache / "index.json").is_file():
         for path in decode_kept(options.cache, codec, options.output):
             console().print(str(path))
         return 0
     manifest, cache = Manifest.read(options.cache), Cache(options.cache)
+    made_for = manifest.model.get("family", checkpoint.family.name)
+    if made_for != checkpoint.family.name:
+        raise DataError("cache.family", f"The cache was made for {made_for}; the model is {checkpoint.family.name}.", "Decode it with the model that encoded it.")
     entries = manifest.entries[: options.limit or None]
     for entry in entries:
         console().print(str(decode_entry(entry, cache, codec, options.output)))

@@ -32,7 +32,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     demo.add_argument("--media", type=Path, help="train on the clips of this folder instead of drawn ones")
     demo.set_defaults(run=run_demo)
 
-    environment = verbs.add_parser("env", help="what is installed, what is missing for what; make a separate engine environment")
+    environment = verbs.add_parser("env", help="what is installed, what is missing for what; make a separate engine environment", add_help=False, prefix_chars="\0")
     environment.add_argument("arguments", nargs=argparse.REMAINDER)
     environment.set_defaults(run=run_env)
 
@@ -111,6 +111,8 @@ def run_lora(options: argparse.Namespace) -> int:
         return 0
     if options.out is None:
         raise ConfigError("lora.out", f"lora {options.action} needs --out.", "Name the file to write; the source is never changed.")
+    if options.out.exists() and options.out.samefile(options.file):
+        raise ConfigError("lora.out", f"lora {options.action} must not write over its source {options.file.name}.", "Give another name with --out; the source is never changed.")
     if options.action == "merge":
         if options.model is None:
             raise ConfigError("lora.model", "lora merge needs --model.", "Give the unquantised checkpoint that the LoRA is merged into.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -25,6 +27,13 @@ def console(*, stderr: bool = False) -> Console:
     """Where the verbs print: what users named (a clip "[1080p].mp4") is no markup, and in a pipe a line stays one line."""
     made = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
     return made if made.is_terminal else Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True, width=200)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 PLAIN_EVERY = 20

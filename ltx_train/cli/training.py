@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from rich.table import Table
 
 from ..config import JOBS, SampleJob, TrainConfig
+from ..errors import ConfigError, RunError
 from ..launch import attach
 from ..run_setup import OpenedRun, launch_job, open_other, open_training
 from ..runs.run_dir import RunDir, list_runs
-from .show import RunView, console
+from .show import RunView, console, positive
 
 
 def add(verbs: argparse._SubParsersAction) -> None:
@@ -22,19 +24,20 @@ def add(verbs: argparse._SubParsersAction) -> None:
     train.add_argument("--check", action="store_true", help="check all that can be known before loading, then stop")
     train.add_argument("--output-dir", help="another run directory than the config's")
     train.add_argument("--accelerate-config", metavar="FILE", help="processes as an accelerate config says; or ddp, fsdp, ddp_compile, fsdp_compile")
-    train.add_argument("--num-processes", type=int, help="so many processes, one a GPU")
+    train.add_argument("--num-processes", type=positive, help="so many processes, one a GPU")
     train.add_argument("--detach", action="store_true", help="start the run and return at once")
     train.add_argument("--disable-progress-bars", action="store_true", help="plain lines instead of bars")
     train.set_defaults(run=run_train)
 
     resume = verbs.add_parser("resume", help="go on with a run from its newest snapshot")
     resume.add_argument("run_dir", type=Path)
-    resume.add_argument("--steps", type=int, help="raise the number of steps")
-    resume.add_argument("--num-processes", type=int, help="go on with so many processes; the samples of a step stay as many where they divide")
+    resume.add_argument("--steps", type=positive, help="raise the number of steps")
+    resume.add_argument("--num-processes", type=positive, help="go on with so many processes; the samples of a step stay as many where they divide")
     resume.set_defaults(run=run_resume)
 
     stop = verbs.add_parser("stop", help="ask a run to stop at its next safe point, leaving a snapshot")
     stop.add_argument("run_dir", type=Path)
+    stop.add_argument("--now", action="store_true", help="end it at once: what is newer than its last snapshot is lost")
     stop.set_defaults(run=run_stop)
 
     sample = verbs.add_parser("sample", help="make clips with a checkpoint and LoRAs, without training")
@@ -47,9 +50,9 @@ def add(verbs: argparse._SubParsersAction) -> None:
     sample.add_argument("--lora", action="append", default=[], metavar="FILE[:STRENGTH]", help="may be given several times")
     sample.add_argument("--prompt", action="append", default=[])
     sample.add_argument("--negative-prompt")
-    sample.add_argument("--size", default="768x448x49", help="WIDTHxHEIGHTxFRAMES")
+    sample.add_argument("--size", default="768x448x49", help="WIDTHxHEIGHTxFRAMES, such as 768x448x49, or WIDTHxHEIGHT for a still")
     sample.add_argument("--frame-rate", type=float, default=24.0)
-    sample.add_argument("--steps", type=int)
+    sample.add_argument("--steps", type=positive)
     sample.add_argument("--cfg", type=float)
     sample.add_argument("--seed", type=int, default=42)
     sample.add_argument("--out", default="outputs/sample")
@@ -86,7 +89,7 @@ def with_processes(config: TrainConfig, accelerate: str | None, num_processes: i
     table = Table("field", "value", "becomes", title=f"{accelerate} as this trainer reads it")
     for row in accepted.rows:
         table.add_row(row.name, str(row.value), row.becomes, style=None if row.taken else "dim")
-    console().print(table)
+    console().print(table, soft_wrap=False)
     return TrainConfig.parse(accepted.applied(job))
 
 
@@ -107,15 +110,17 @@ def finish(opened: OpenedRun, *, detach: bool = False, plain: bool = False) -> i
     if opened.finished:
         screen.print(f"This run is finished already: {opened.run.path}")
         return 0
+    if opened.run.live():
+        screen.print("This run is at work already: following it. Changed settings count from its next start on.")
     child = launch_job(opened)
     if detach:
         screen.print(f"started: {opened.run.path} (process {child.pid})")
         return 0
     outcome = RunView(plain=plain).follow(child)
     outcome.raise_for_error()
-    for lora in opened.run.history().loras.values():
-        if lora.final:
-            screen.print(f"LoRA: {opened.run.path / lora.path}")
+    final = [lora for lora in opened.run.history().loras.values() if lora.final and (opened.run.path / lora.path).is_file()]
+    if final:
+        screen.print(f"LoRA: {opened.run.path / max(final, key=lambda lora: lora.step).path}")
     return outcome.exit_code or 0
 
 
@@ -132,12 +137,14 @@ def run_resume(options: argparse.Namespace) -> int:
 
 
 def run_stop(options: argparse.Namespace) -> int:
-    child = attach(options.run_dir)
+    child = attach(RunDir.open(options.run_dir).path)
     if child is None:
         console().print("No process works on this run.")
         return 0
-    child.stop(deadline=60.0)
-    console().print("stopped")
+    if not options.now:
+        console().print("Stopping at the next safe point; Ctrl-C leaves it to that, `stop --now` ends it at once.")
+    status = child.stop(deadline=0.0 if options.now else float("inf"))
+    console().print({"finished": "It finished by itself.", "failed": f"It failed: {status.message}"}.get(status.state, "stopped"))
     return 0
 
 
@@ -149,7 +156,14 @@ def run_sample(options: argparse.Namespace) -> int:
 
 def sample_job(options: argparse.Namespace) -> SampleJob:
     """The sample job of the command line's options."""
-    width, height, frames = (int(v) for v in options.size.lower().split("x"))
+    if not options.model_path:
+        raise ConfigError("sample.model", "sample needs a config file or --model-path.", "Give the LTX checkpoint with --model-path, and at least one --prompt.")
+    if not options.prompt:
+        raise ConfigError("sample.none", "sample needs at least one --prompt.", 'Give --prompt "what the clip shows"; it may be given several times.')
+    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})(?:x([1-9]\d{0,5}))?", options.size.strip().lower())
+    if found is None:
+        raise ConfigError("sample.dims", f"--size {options.size} is not WIDTHxHEIGHTxFRAMES.", "Write it as 768x448x49, or 768x448 for a still.")
+    width, height, frames = (int(v or 1) for v in found.groups())
     loras = []
     for text in options.lora:
         path, _, strength = text.rpartition(":")
@@ -169,6 +183,8 @@ def sample_job(options: argparse.Namespace) -> SampleJob:
 
 
 def run_runs(options: argparse.Namespace) -> int:
+    if not options.root.is_dir():
+        raise RunError("runs.missing", f"There is no folder {options.root}", "Give the folder that holds the runs' folders (output_dir's parent).")
     rows = [(run, run.status()) for run in list_runs(options.root)]
     if options.json:
         print(json.dumps([{"name": r.name, "path": str(r.path), **s.model_dump(mode="json")} for r, s in rows], ensure_ascii=False))  # noqa: T201 - for machines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ def resize(lora: LoraFile, rank: int | None = None, *, energy: float | None = No
     Raises ConfigError when neither is given, LtxTrainError ``lora.kind`` for a module that is no plain LoRA.
     """
     if (rank is None or rank < 1) and (energy is None or not 0 < energy <= 1):
-        raise ConfigError("lora.resize", f"Resizing needs a rank of at least 1 or an energy in (0, 1], not {rank} and {energy}.")
+        raise ConfigError("lora.resize", f"Resizing needs a rank of at least 1{'' if rank is None else f', not {rank}'}.", "Give --rank, or the share of the energy to keep (above 0, at most 1).")
     modules, errors = {}, {}
     for name, module in lora.modules.items():
         if module.kind != "lora":
@@ -101,6 +102,9 @@ def merge(checkpoint: Path, loras: Sequence[tuple[LoraFile, float]], out: Path, 
     dtype (or ``dtype`` for merged weights). Raises CheckpointError for a quantised checkpoint, LtxTrainError when a module is not in it.
     """
     file = SafetensorsFile.open(checkpoint)
+    odd = next((strength for _, strength in loras if not math.isfinite(strength)), None)
+    if odd is not None:
+        raise ConfigError("lora.strength", f"The strength {odd} is no number that a LoRA can be merged at.", "Usual are 0.5 to 1.5; negative ones turn the effect around.")
     if Path(out).resolve() == file.path.resolve():
         raise ConfigError("lora.merge_same_file", f"The merged model must not replace {file.path.name}.", "Give another output path.")
     plan: dict[str, list[tuple[LoraModule, float]]] = {}

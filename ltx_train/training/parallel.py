@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..errors import LtxTrainError, RunError
+from ..errors import ConfigError, LtxTrainError, RunError
 from ..section import Section
 
 BUCKET_ELEMENTS = 8 << 20
@@ -105,7 +105,7 @@ class Parallel:
         section = section or DistributedSection()
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
-            return cls(rank=0, world=1, local_rank=0, device=_single_device(device))
+            return cls(rank=0, world=1, local_rank=0, device=single_device(device))
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         local, needed = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         if not on_cpu and torch.cuda.device_count() < needed:
@@ -273,9 +273,16 @@ def _versions() -> dict[str, str]:
     return {**found, "ltx_train": code.hexdigest()[:12]}
 
 
-def _single_device(device: str) -> torch.device:
+def single_device(device: str) -> torch.device:
+    """The device of a lone process: the one named, which must be there, or for auto the best there is."""
     if device != "auto":
-        return torch.device(device)
+        found = torch.device(device)
+        place = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": getattr(torch, "xpu", None)}.get(found.type)
+        if found.type != "cpu" and (place is None or not place.is_available()):
+            raise ConfigError("device.missing", f"The device is set to {device}, and torch sees none here.", "Install the torch for your GPU (`python -m ltx_train env` says which is there), or set device: auto or cpu.")
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise ConfigError("device.missing", f"The device is set to {device}; there are {torch.cuda.device_count()} GPUs here.", "They are counted from cuda:0.")
+        return found
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")

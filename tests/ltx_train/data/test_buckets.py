@@ -135,8 +135,9 @@ def test_sound_only_durations():
     assert planned(probe, "64x64x9", audio_durations="2;4;8")[0].seconds == 4
     assert planned(probe, "64x64x9", audio_durations="8").code == "audio.too_short"
     assert planned(probe, "64x64x9")[0].seconds == 5.0 and planned(probe, "64x64x9")[0].bucket is None
-    with pytest.raises(ConfigError):
-        planned(probe, "64x64x9", audio_durations="two")
+    for bad in ("two", "2;-1", "0", "inf", "2;x"):
+        with pytest.raises(ValueError, match="no list of seconds"):  # before any clip is looked at
+            ClipOptions(audio_durations=bad)
 
 
 def test_reference_geometry():
