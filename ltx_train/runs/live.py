@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -93,7 +94,8 @@ class LiveRun:
             return
         self._log.write(event)
         if isinstance(event, StepEvent):
-            self.set(step=event.step, total=event.total, loss=event.loss)
+            finite = event.loss is not None and math.isfinite(event.loss)
+            self.set(step=event.step, total=event.total, loss=event.loss if finite else None)
         elif isinstance(event, PhaseEvent):
             self.set(phase=event.phase if event.state == "start" else "")
 
