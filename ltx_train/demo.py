@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .run_setup import OpenedRun
 
 CLIPS = 12
-STEPS, NOISE_STEPS = 150, 20
+STEPS, NOISE_STEPS = 100, 20
 """With the fitted set; with a random model, whose pictures stay noise."""
 SIZE = (64, 64, 17)
 SEED = 7

@@ -36,7 +36,8 @@ def look(frames: Tensor) -> Seen:
     if area < 8:
         return Seen(None, None, None, dict.fromkeys(COLOURS, 0.0), (0.0, 0.0), float(area))
     palette = torch.tensor(list(COLOURS.values()))
-    nearest = torch.cdist(pixels[mask], palette).argmin(-1)
+    hue = lambda colours: colours / colours.amax(-1, keepdim=True)  # noqa: E731 - edges are darker, their hue stays
+    nearest = torch.cdist(hue(pixels[mask]), hue(palette)).argmin(-1)
     shares = {name: float((nearest == i).float().mean()) for i, name in enumerate(COLOURS)}
     centres = [_centre(m) for m in mask if m.sum() >= 8]
     way = (centres[-1][0] - centres[0][0], centres[-1][1] - centres[0][1])

@@ -53,8 +53,8 @@ def test_its_names_are_those_of_its_config():
 
 def test_codecs_keep_drawn_clips(checkpoint):
     found = codec_quality(checkpoint, clips=6, seed=3)
-    assert found.psnr > STATED.video_psnr - 1  # other clips
-    assert found.wave_snr > STATED.wave_snr - 2
+    assert found.psnr > STATED.video_psnr
+    assert found.wave_snr > STATED.wave_snr
     assert found.pitch_error <= STATED.pitch_error
 
 
@@ -103,7 +103,7 @@ def test_base_does_not_know_what_was_held_back(made):
 
 
 def test_measures_read_every_word_of_drawn_clips():
-    scenes = Scenes.random(40, torch.Generator().manual_seed(0), WORDS)
+    scenes = Scenes.random(16, torch.Generator().manual_seed(0), WORDS)
     clips, waves = (draw(scenes, 17, 64, 96) * 255).round().to(torch.uint8), sound(scenes, 17 / FPS)
     for row, (clip, wave) in enumerate(zip(clips, waves)):
         seen = measures.look(clip)
@@ -153,7 +153,7 @@ def test_the_loop_fits_and_ends_in_time():
     data = torch.tensor([[1.0, -2.0, 0.5]]).expand(8, -1)
     loss = lambda: (pick([data], 4)[0] - weight).square().mean()  # noqa: E731
     Loop([weight], [loss], (0,), steps=600, rate=0.05).run("test")
-    assert float((weight - data[0]).abs().max()) < 0.02
+    assert float((weight.detach() - data[0]).abs().max()) < 0.02
     endless = Loop([weight], [loss], (0,), steps=10**9, rate=0.05, limit=0.2)
     endless.run("test")
     assert endless.calls[0] < 10**6
