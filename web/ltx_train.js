@@ -4,6 +4,7 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { POLL, RunClient } from "./lib/client.mjs";
 import { RunPanel, TextPanel } from "./lib/panel.mjs";
+import { restoreByName, valuesByName } from "./lib/values.mjs";
 
 const WITH_RUN = new Set(["LTXTrainLoRA", "LTXTrainLoadRun"]);
 const WITH_TEXT = new Set(["LTXTrainDataset", "LTXTrainPreprocess", "LTXTrainSaveLoRA"]);
@@ -117,10 +118,30 @@ function watchModel(node) {
   return look;
 }
 
+/**
+ * ComfyUI saves widget values by position; ours are saved by name as well, so that a workflow keeps its values when a
+ * later version has more widgets.
+ */
+function keepByName(node) {
+  const serialize = node.onSerialize;
+  node.onSerialize = function (data) {
+    serialize?.apply(this, arguments);
+    data.properties = { ...data.properties, ltx_values: valuesByName(this.widgets) };
+  };
+  const configured = node.onConfigure;
+  node.onConfigure = function (data) {
+    const result = configured?.apply(this, arguments);
+    restoreByName(() => this.widgets ?? [], data?.properties?.ltx_values);
+    return result;
+  };
+}
+
 app.registerExtension({
   name: "ltx_train",
   nodeCreated(node) {
     const kind = node.comfyClass;
+    if (!kind?.startsWith?.("LTXTrain")) return;
+    keepByName(node);
     let begin = null;
     if (WITH_RUN.has(kind)) begin = watchRun(node, kind === "LTXTrainLoRA" ? "run_name" : "run");
     else if (WITH_TEXT.has(kind)) watchText(node);

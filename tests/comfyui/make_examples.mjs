@@ -72,6 +72,7 @@ await page.goto(options.url, { waitUntil: "domcontentloaded" });
 await page.waitForFunction(() => window.app?.graph && window.app?.extensionManager && document.querySelector("canvas"), null, { timeout: 120000 });
 await page.waitForTimeout(2000);
 await page.keyboard.press("Escape");
+await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.Minimap.Visible", false));
 mkdirSync(options.twins, { recursive: true });
 
 for (const one of EXAMPLES) {
@@ -106,6 +107,7 @@ for (const one of EXAMPLES) {
     const graph = app.graph.serialize();
     for (const node of graph.nodes) {
       delete node.properties?.ltx_run;
+      delete node.properties?.ltx_values;
       delete node.properties?.["Node name for S&R"];
       delete node.properties?.cnr_id;
       delete node.properties?.ver;

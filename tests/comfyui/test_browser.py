@@ -1,0 +1,67 @@
+"""In a real browser: examples load without red nodes, the panels live while training, and are there again after a reload."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.comfyui.host import MODELS, ROOT
+
+HERE = Path(__file__).parent
+CHROMIUM = os.environ.get("CHROMIUM", "") or shutil.which("chromium") or ""
+PLAYWRIGHT = os.environ.get("PLAYWRIGHT_CORE", "")
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("node") and CHROMIUM and PLAYWRIGHT and Path(PLAYWRIGHT).is_dir()),
+    reason="no browser here: set PLAYWRIGHT_CORE (the folder of the npm package playwright-core), CHROMIUM, and install node",
+)
+EXAMPLES = sorted((ROOT / "example_workflows").glob("*.json"))
+
+
+def drive(server, tmp_path, workflow, **more):
+    options = {"url": server.url, "workflow": str(workflow), "out": str(tmp_path), "playwright": PLAYWRIGHT, "chromium": CHROMIUM, **more}
+    done = subprocess.run(["node", str(HERE / "browser.mjs"), json.dumps(options)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def panel(panels, kind):
+    return next(one for one in panels if kind in one["kind"])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_loads_without_red_nodes(server, tmp_path, example):
+    found = drive(server, tmp_path, example)
+    assert found["errors"] == []
+    assert [node for node in found["loaded"] if node["missing"]] == []
+    assert {node["type"] for node in found["loaded"]} >= {"LTXTrainLoadModel", "LTXTrainDataset", "LTXTrainPreprocess", "LTXTrainLoRA"}
+    assert "not started" in panel(found["before"], "ltx-run")["text"]
+
+
+def test_every_example_has_its_picture_and_its_twin():
+    assert len(EXAMPLES) >= 8
+    for example in EXAMPLES:
+        assert example.with_suffix(".jpg").stat().st_size > 10000
+        assert (HERE / "workflows" / "examples" / f"{example.stem}.api.json").is_file()
+
+
+@pytest.mark.parametrize("vue", [False, True], ids=["litegraph", "nodes 2.0"])
+def test_the_panels_live_and_are_there_after_a_reload(server, tmp_path, workflow, vue):
+    prompt = workflow("train_with_previews", MODEL=MODELS["ltx2.3"], RUN=f"seen in the browser {int(vue)}")
+    prompt["4"]["inputs"] |= {"steps": 24}
+    prompt["5"]["inputs"] |= {"interval": 12}
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(prompt))
+    found = drive(server, tmp_path, path, queue=True, nodes2=vue, seconds=400)
+    assert found["errors"] == []
+    during, after, again = (panel(found[part], "ltx-run") for part in ("during", "after", "reloaded"))
+    assert during["points"] >= 3 and "step" in during["text"] and "Stop" in during["text"]
+    assert after["points"] == 24 and "finished" in after["text"] and "Stop" not in after["text"]
+    assert again["points"] == 24 and "finished" in again["text"]
+    assert [one["kind"] for one in again["samples"]] == ["VIDEO"] and again["samples"][0]["ready"] >= 1
+    assert "clips usable" in panel(found["after"], "ltx-text")["text"] or any("clips usable" in one["text"] for one in found["after"])
+    assert any("LTX-2.3" in one["text"] for one in found["after"])
+    if vue:
+        assert during["height"] >= 60

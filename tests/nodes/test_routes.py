@@ -1,0 +1,125 @@
+"""The HTTP routes: what the browser reads, and what strangers cannot."""
+
+import asyncio
+import json
+
+import pytest
+
+web = pytest.importorskip("aiohttp.web", reason="aiohttp is not installed: it comes with ComfyUI")
+from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
+
+
+@pytest.fixture
+def ask(pack):
+    """ask(method, path) -> (status, body, headers) of our routes on a real server."""
+
+    def ask(method, path):
+        async def go():
+            routes = web.RouteTableDef()
+            pack.routes.add(routes)
+            app = web.Application()
+            app.add_routes(routes)
+            async with TestClient(TestServer(app)) as client:
+                answer = await client.request(method, path)
+                body = await answer.read()
+                return answer.status, json.loads(body) if "json" in answer.content_type else body, answer.headers
+
+        return asyncio.run(go())
+
+    return ask
+
+
+@pytest.fixture
+def run(pack):
+    events, run_dir = pack.engine("runs.events"), pack.engine("runs.run_dir")
+    run = run_dir.RunDir.create(pack.paths.run_path("my run ü"))
+    run.write_status(run_dir.Status(state="finished", step=2, pid=1234, host="secret-host"))
+    log = events.EventLog(run.events_path)
+    log.write(events.StepEvent(step=1, total=2, loss=3.0))
+    log.write(events.ErrorEvent(code="crash", message="boom", traceback="secret traceback"))
+    log.close()
+    run.samples.mkdir()
+    (run.samples / "step_000001_1.mp4").write_bytes(b"video")
+    (run.path / "secret.txt").write_text("secret")
+    return run
+
+
+URL = "/ltx_train/runs/my%20run%20%C3%BC"
+
+
+def test_events_from_an_offset(ask, run):
+    status, body, _ = ask("GET", f"{URL}/events")
+    assert status == 200
+    assert [e["type"] for e in body["events"]] == ["step", "error"] and body["status"]["state"] == "finished"
+    assert "secret" not in json.dumps(body)
+    status, again, _ = ask("GET", f"{URL}/events?offset={body['offset']}")
+    assert again["events"] == [] and again["offset"] == body["offset"]
+
+
+@pytest.mark.parametrize("offset", ["-5", "abc", "9" * 40, "1e3", "", "٣"])
+def test_strange_offsets_read_from_the_start(ask, run, offset):
+    status, body, _ = ask("GET", f"{URL}/events?offset={offset}")
+    assert status == 200 and len(body["events"]) == 2
+
+
+def test_runs_are_listed_without_process_numbers(ask, run, pack):
+    (pack.paths.jobs_root() / "encode-1").mkdir(parents=True)
+    status, body, _ = ask("GET", "/ltx_train/runs")
+    assert status == 200 and [r["name"] for r in body["runs"]] == ["my run ü"]
+    assert "secret" not in json.dumps(body) and "1234" not in json.dumps(body)
+
+
+def test_a_sample_is_sent_with_its_type(ask, run):
+    status, body, headers = ask("GET", f"{URL}/samples/step_000001_1.mp4")
+    assert status == 200 and body == b"video"
+    assert headers["Content-Type"] == "video/mp4" and headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("file", ["..%2Fsecret.txt", "%2e%2e%2fsecret.txt", "secret.txt", "..%5Csecret.txt", "step.html", "none.mp4", "%2Fetc%2Fpasswd"])
+def test_nothing_else_is_sent(ask, run, file):
+    (run.samples / "step.html").write_text("<script>")
+    status, body, _ = ask("GET", f"{URL}/samples/{file}")
+    assert status == 404 and b"secret" not in (body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+def test_a_link_out_of_the_samples_is_not_followed(ask, run):
+    (run.samples / "link.mp4").symlink_to(run.path / "secret.txt")
+    assert ask("GET", f"{URL}/samples/link.mp4")[0] == 404
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e", "..%2f..", "none", "con", "a%00b"])
+def test_other_folders_are_no_runs(ask, run, name):
+    assert ask("GET", f"/ltx_train/runs/{name}/events")[0] == 404
+
+
+def test_only_a_live_run_can_be_asked_and_only_by_post(ask, run, pack):
+    status, body, _ = ask("POST", f"{URL}/stop")
+    assert status == 400 and body["error"] == "run.not_live"
+    assert ask("GET", f"{URL}/stop")[0] == 405
+    assert ask("POST", f"{URL}/delete")[0] == 404
+    own = pack.engine("runs.lock").ProcessId.of()
+    token = run.lock.take(own)
+    try:
+        assert ask("POST", f"{URL}/stop")[0] == 200
+    finally:
+        run.lock.release(token)
+    assert run.requested("stop")
+
+
+def test_inspect_names_what_is_wrong(ask, run, pack):
+    status, body, _ = ask("GET", "/ltx_train/inspect?model=none.safetensors")
+    assert status == 404 and "none.safetensors" in body["message"]
+    (pack.host.base / "models/checkpoints/bad.safetensors").write_bytes(b"no")
+    status, body, _ = ask("GET", "/ltx_train/inspect?model=bad.safetensors")
+    assert status == 400 and body["message"]
+    assert ask("GET", "/ltx_train/inspect?model=../../secret.safetensors")[0] == 404
+
+
+def test_inspect_tells_the_family(ask, pack):
+    from ltx_train.tiny.checkpoints import write_tiny
+
+    write_tiny(pack.host.base / "models", "ltx2.3")
+    status, body, _ = ask("GET", "/ltx_train/inspect?model=ltx-2.3-tiny.safetensors")
+    assert status == 200, body
+    assert body["family"] == "ltx2.3" and body["missing"] == {}
+    assert "gemma_3_tiny.safetensors (auto)" in body["text"]
