@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from .cli import bench, datasets, media, models, training
+from .cli import bench, datasets, doctor, media, models, training
 from .cli.show import show_error
 from .errors import LtxTrainError, RunError
 from .runs.exits import CRASH, OK, STOPPED
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
     top = argparse.ArgumentParser(prog="python -m ltx_train", description="Train LoRAs for LTX-Video, LTX-2, LTX-2.3 and LTX-2.5.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for group in (training, datasets, media, models, bench):
+    for group in (training, datasets, media, models, doctor, bench):
         group.add(verbs)
     return top
 

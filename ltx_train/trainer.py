@@ -87,6 +87,7 @@ class Trainer:
         self.bad_steps = 0
         self.seen: list[_Seen] = []
         self.saved_at = self.lora_at = self.sampled_at = self.held_out_at = -1
+        self.held_out_loss: float | None = None
         self.publishers: Publishers | None = None
         self.meter, self.started = RunMeter(), time.monotonic()
         self.dropout = config.lora is not None and config.lora.dropout > 0
@@ -288,6 +289,7 @@ class Trainer:
             video_loss=summary.video_loss,
             audio_loss=summary.audio_loss,
             regularisation_loss=summary.regularisation_loss,
+            validation_loss=self.held_out_loss,
             sigma_loss=bins or None,
             learning_rate=self.config.optimization.lr_at(max(0, self.step - 1)),
             grad_norm=grad_norm,
@@ -300,6 +302,7 @@ class Trainer:
         )
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.parallel.device)
+        self.held_out_loss = None  # told once, with the step after it
         self.live.emit(event)
         if self.publishers is not None:
             self.publishers.step(event)
@@ -427,8 +430,9 @@ class Trainer:
         """Measure the held-out loss, once a step."""
         if self.parts.held_out is not None and self.held_out_at != self.step:
             with self.finished():
-                self.parts.held_out.run(self.step, self.live, None if self.parts.trainable.sharded else self.parallel)
+                measured = self.parts.held_out.run(self.step, self.live, None if self.parts.trainable.sharded else self.parallel)
             self.held_out_at = self.step
+            self.held_out_loss = None if measured is None else measured.total
 
     def validate(self, asked: bool = False) -> None:
         """Measure the held-out loss and sample the validation prompts; a failure is a warning and leaves everything as it was."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from .models.tiling import Tiling
 from .models.transformer import LTXTransformer
 from .network import load_network
 from .preprocess import engine_codec
-from .room import Room, decode_needs
+from .room import Room, decode_needs, untouched_random
 from .runs.events import SampleEvent
 from .runs.live import LiveRun
 from .sample_media import encode_conditions, read_noise, reference_beside
@@ -353,15 +352,3 @@ def build_sampler(checkpoint: Checkpoint, section: ValidationSection, accelerati
 def waiting(made: Sequence[Made]) -> list[Made]:
     """The samples that have latents and no file yet."""
     return [m for m in made if m.sampled is not None and m.path is None]
-
-
-@contextmanager
-def untouched_random() -> Iterator[None]:
-    """Keeps the training's random state as it was: what comes after draws what it would have drawn without."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    state = random.getstate()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)

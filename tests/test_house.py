@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("preprocess", "planner", "launch", "environment", "contexts", "validation", "parts", "run_setup", "decode", "network", "sample_media", "room", "contact_sheet", "held_out", "fields", "checks"),
     ("trainer",),
-    ("worker", "bootstrap", "captioner", "controls", "doctor", "tiny", "demo", "bench"),
+    ("worker", "bootstrap", "captioner", "controls", "doctor", "doctor_probes", "doctor_job", "tiny", "demo", "bench"),
     ("__main__", "cli"),
 )
 # the corridor's files of one floor may lean on each other, as neighbours in a room do

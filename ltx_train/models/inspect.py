@@ -24,7 +24,7 @@ def inspect_files(
     """
     models, encoders = [], []
     for path in paths:
-        (encoders if text_encoder is None and _is_encoder(path) else models).append(path)
+        (encoders if text_encoder is None and is_encoder(path) else models).append(path)
     if encoders and (models or video_vae or audio_vae):
         text_encoder = encoders.pop(0)
     if encoders and not models:
@@ -34,7 +34,7 @@ def inspect_files(
     return describe(checkpoint)
 
 
-def _is_encoder(path: str | Path) -> bool:
+def is_encoder(path: str | Path) -> bool:
     """Whether a path is a text encoder: a file or folder of weights that holds nothing else but its projection."""
     place = checked_path(path)
     if place.is_dir() and not any(any(folder.glob("*.safetensors")) for folder in (place, place / "text_encoder")):

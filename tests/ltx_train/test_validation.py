@@ -3,6 +3,7 @@
 import errno
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -12,18 +13,24 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ltx_train import validation
+from ltx_train.conditioning.state import LatentState
 from ltx_train.config import SampleJob
 from ltx_train.decode import decode_kept, keep_latents, read_kept, side_by_side
 from ltx_train.errors import ConfigError, DataError, LtxTrainError
 from ltx_train.geometry import AudioGrid, Latents, VideoGrid
+from ltx_train.memory.settings import AccelerationSection
+from ltx_train.memory.stores import RowScaled
 from ltx_train.models.codec import EngineCodec
+from ltx_train.models.linear import Linear
 from ltx_train.models.tiling import Tiling
 from ltx_train.models.transformer import LTXTransformer
 from ltx_train.models.video_codec import VideoCodec
+from ltx_train.network import load_network
 from ltx_train.room import Room, decode_needs
 from ltx_train.runs.events import SampleEvent, WarningEvent
 from ltx_train.runs.live import LiveRun
 from ltx_train.runs.run_dir import RunDir
+from ltx_train.text import Context
 from ltx_train.tiny.checkpoints import open_tiny
 from tests.end_to_end.corridor import Home, train
 
@@ -283,35 +290,95 @@ def test_the_command_line_decodes_what_was_kept(home, tmp_path):
 
 
 class Card(torch.nn.Module):
-    """Blocks that note where they were sent; nothing is really moved."""
+    """Blocks of 8 x 8 weights (one with a quantised layer), as if they lay on a card of ``size`` bytes."""
 
-    def __init__(self, count):
+    def __init__(self, count, quantised=()):
         super().__init__()
-        self.transformer_blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(count))
-        self.away = []
+        self.transformer_blocks = torch.nn.ModuleList(Linear(8, 8, bias=False) for _ in range(count))
+        for index in quantised:
+            self.transformer_blocks[index].set_quantized(RowScaled(torch.randint(-9, 9, (8, 8), dtype=torch.int8), torch.rand(8, 1)))
 
-    def watch(self, monkeypatch):
-        monkeypatch.setattr("ltx_train.room._lies_on", lambda block, device: block not in self.away)
-        for block in self.transformer_blocks:
-            block.to = lambda place, block=block: (self.away.append(block) if str(place) == "cpu" else self.away.remove(block)) or block
+    @property
+    def away(self):
+        """Numbers of the blocks whose bytes are gone."""
+        held = lambda b: b.weight if b.quantized is None else b.quantized.data  # noqa: E731
+        return [i for i, b in enumerate(self.transformer_blocks) if held(b).untyped_storage().nbytes() == 0]
+
+    def room(self, free=10, optimizer=None):
+        room = Room(torch.device("cpu"), self, optimizer, free=lambda: free + 5 * len(self.away))
+        room.moves = True
+        return room
 
 
-def test_blocks_leave_only_as_far_as_needed_and_come_back(monkeypatch):
-    card = Card(6)
-    card.watch(monkeypatch)
-    monkeypatch.setattr("ltx_train.room.Room._settle", lambda self: None)
-    room = Room(torch.device("cuda"), card, free=lambda: 10 + 5 * len(card.away))
+def test_blocks_leave_only_as_far_as_needed_and_come_back_bit_for_bit(monkeypatch):
+    card = Card(6, quantised=[4])
+    before = [b.base_weight(torch.float32).detach().clone() for b in card.transformer_blocks]
+    views = [b.weight.view(-1) if b.quantized is None else b.quantized.data.view(-1) for b in card.transformer_blocks]
+    room = card.room()
     with room.for_work(22):
-        assert card.away == list(card.transformer_blocks)[:2:-1]  # the last three
-    assert card.away == []
+        assert card.away == [3, 4, 5]
     with room.for_work(10_000):
         assert len(card.away) == 6
     with pytest.raises(ValueError), room.for_work(22):
         broken()
     assert card.away == []
+    for block, value, view in zip(card.transformer_blocks, before, views):
+        assert torch.equal(block.base_weight(torch.float32), value)
+        assert view.data_ptr() == (block.weight if block.quantized is None else block.quantized.data).data_ptr()  # views follow
+    with card.room(free=30).for_work(22):
+        assert card.away == []
     monkeypatch.setattr("ltx_train.room.HOST_RESERVE", 1 << 60)  # a host without memory takes nothing
     with room.for_work(10_000):
         assert card.away == []
+
+
+def test_blocks_of_an_engine_leave_and_sample_the_same_after(home):
+    """Packed weights are views of one buffer a block: they are right again when it is back, and recordings are forgotten."""
+    checkpoint = open_tiny(home.model("ltx2.3"))
+    acceleration = AccelerationSection(mixed_precision_mode="no", device="cpu", compile="off")
+    transformer = load_network(checkpoint, acceleration, torch.device("cpu"), streams=("video",), live=quiet())
+    forgotten = []
+    transformer.pass_runner = Passes(transformer, forgotten)
+    grid = VideoGrid(1, 2, 2)
+    state = LatentState.of(Latents(torch.randn(1, 128, 1, 2, 2), grid))
+    context = Context(torch.randn(1, 8, transformer.config.cross_attention_dim), None)
+    velocity = lambda: transformer(state.modality(state.clean, torch.tensor([0.5]), context), None)[0]  # noqa: E731
+    before = velocity()
+    assert transformer.block_runner.store.device_buffers
+    room = Room(torch.device("cpu"), transformer, free=lambda: 0)
+    room.moves = True
+    with room.for_work(1):
+        assert all(b.untyped_storage().nbytes() == 0 for b in transformer.block_runner.store.device_buffers.values())
+    assert torch.equal(velocity(), before) and forgotten == [True]
+
+
+class Passes:
+    """A runner of whole passes that notes when it is told to forget its recordings."""
+
+    def __init__(self, transformer, forgotten):
+        self.transformer, self.forgotten = transformer, forgotten
+
+    def __call__(self, *inputs):
+        return self.transformer.compute(*inputs)
+
+    def forget(self):
+        self.forgotten.append(True)
+
+
+def quiet():
+    return SimpleNamespace(warn=lambda *a: None, progress=lambda *a, **m: None)
+
+
+def test_the_optimizers_state_waits_in_host_memory():
+    card = Card(2)
+    optimizer = torch.optim.AdamW(card.parameters())
+    card.transformer_blocks[0](torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    moment = optimizer.state[card.transformer_blocks[0].weight]["exp_avg"]
+    before = moment.clone()
+    with card.room(optimizer=optimizer).without_optimizer():
+        assert moment.untyped_storage().nbytes() == 0
+    assert torch.equal(moment, before) and moment is optimizer.state[card.transformer_blocks[0].weight]["exp_avg"]
 
 
 def test_what_decoding_asks_for_grows_with_the_clip_up_to_a_tile(home):
@@ -323,5 +390,5 @@ def test_what_decoding_asks_for_grows_with_the_clip_up_to_a_tile(home):
 
 def test_room_is_nothing_without_a_card():
     model = Card(2)
-    with Room(torch.device("cpu"), model).without_optimizer(), Room(torch.device("cpu"), model).for_work(1 << 60):
+    with Room(torch.device("cpu"), model).without_optimizer(), Room(torch.device("cpu"), model, free=lambda: 0).for_work(1 << 60):
         assert model.away == []
