@@ -277,7 +277,7 @@ class Trainer:
         total, seconds = self.config.optimization.steps, time.monotonic() - timing.started
         finite = summary.loss == summary.loss
         average = self.mean.add(summary.loss) if finite else self.mean.mean
-        bins = {f"{m} {name}": value for m, rows in summary.sigma_bins.items() for name, value in rows.items()}
+        bins = {f"{m} {name}": value for m, rows in summary.sigma_bins.items() for name, value in rows.items() if math.isfinite(value)}
         cuda = self.parallel.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.parallel.device) if cuda else 0
         self.meter.add(seconds=seconds, waiting=timing.data, tokens=timing.tokens, peak=peak, skipped=skipped)
