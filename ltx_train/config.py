@@ -19,6 +19,7 @@ from .data.texts import read_text
 from .errors import ConfigError, nearest
 from .lora.adapters import LoraSection
 from .memory.settings import AccelerationSection
+from .runs.lock import write_atomic
 from .runs.publish import HubSection, LoggingSection, WandbSection
 from .sampling.recipe import ValidationSection
 from .section import Section
@@ -119,9 +120,7 @@ class Job(Section):
         """Write the YAML at once or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(self.to_yaml(), encoding="utf-8")
-        temporary.replace(path)
+        write_atomic(path, self.to_yaml())
 
     def fingerprint(self) -> str:
         """16 hex digits over all fields."""

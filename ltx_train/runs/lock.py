@@ -63,16 +63,18 @@ class ProcessId:
 def write_atomic(path: Path, text: str) -> None:
     """The file holds either the old or the new text, never a part; retries while Windows has it open elsewhere."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    for attempt in range(20):
-        try:
-            os.replace(temporary, path)
-            return
-        except PermissionError:
-            if attempt == 19:
-                temporary.unlink(missing_ok=True)
-                raise
-            time.sleep(0.02)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        for attempt in range(20):
+            try:
+                os.replace(temporary, path)
+                return
+            except PermissionError:
+                if attempt == 19:
+                    raise
+                time.sleep(0.02)
+    finally:
+        temporary.unlink(missing_ok=True)  # a full disk leaves a part of it, every second anew
 
 
 @contextmanager

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from ..errors import RunError
 from ..section import Section
 from .events import EventBatch, History, read_events
@@ -133,16 +131,21 @@ class RunDir:
     # -- status --
 
     def read_status(self) -> Status:
-        """The status as written, without looking whether its process lives; a missing file reads as queued."""
+        """The status as written, without looking whether its process lives; a missing file reads as queued, a damaged one as lost.
+
+        A machine that lost its power may leave an empty file; the run's snapshots are none the worse, so it can be gone on with.
+        """
         for attempt in range(5):
             try:
                 return Status.model_validate(json.loads(self.status_path.read_text(encoding="utf-8")))
             except FileNotFoundError:
                 return Status()
-            except (PermissionError, ValueError, ValidationError) as error:
+            except (PermissionError, ValueError) as error:
                 # Windows refuses reading while the file is being replaced
-                if attempt == 4:
+                if attempt == 4 and isinstance(error, PermissionError):
                     raise RunError("run.status", f"The status of the run {self.name} cannot be read.", f"{self.status_path}: {error}") from error
+                if attempt == 4:
+                    return Status(state="lost", error="status.json is damaged.", error_code="run.status", hint="Start the run again: it goes on from its newest snapshot.")
                 time.sleep(0.02)
         raise AssertionError("unreachable")
 

@@ -55,10 +55,27 @@ def test_a_reused_pid_is_another_process(run):
     assert run.status().state == "running"
 
 
-def test_a_status_that_is_no_status_is_an_error(run):
-    run.status_path.write_text("{", encoding="utf-8")
-    with pytest.raises(RunError, match="cannot be read"):
-        run.status()
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "happy"}', "\0\0\0"])
+def test_a_damaged_status_reads_as_lost(run, text):
+    run.status_path.write_text(text, encoding="utf-8")
+    status = run.status()
+    assert (status.state, status.error_code) == ("lost", "run.status") and "snapshot" in status.hint
+    assert run.update_status(state="preparing").state == "preparing" and run.read_status().error_code == "run.status"
+
+
+def test_a_status_that_cannot_be_written_leaves_nothing_behind(run, monkeypatch):
+    import errno
+    import os
+
+    def full(self, text, **options):
+        with open(self, "w") as file:
+            file.write(text[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        run.write_status(Status(state="running"))
+    assert list(run.path.glob(".*")) == []
 
 
 def test_control_files_are_asked_and_taken_once(run):
