@@ -1,7 +1,7 @@
 """Makes the fitted set: ``python -m ltx_train.tiny.fit OUT``. Everything it learns from is drawn by it, from one seed.
 
-Stages, each of which leaves a file in OUT: ``video``, ``sharpen`` and, beside them, ``sound``; then ``base``, then ``report``.
-On one H200 all of it takes about four minutes. The same seed gives the same clips and the same steps; the last bits
+Stages, each of which leaves a file in OUT: ``video`` and ``sound`` (may run side by side), then ``base``, then ``report``.
+On one H200 all of it takes about five minutes. The same seed gives the same clips and the same steps; the last bits
 depend on the machine.
 """
 
@@ -21,13 +21,13 @@ from torch import Tensor
 from ..models.families import TRANSFORMER_PREFIX
 from .drawing import KNOWN, NEW, captions
 from .fit_base import fit_base
-from .fit_codecs import Effort, fit_sound, fit_video, sharpen_video
+from .fit_codecs import Effort, fit_sound, fit_video
 from .fit_report import base_quality, codec_quality
 from .fitted_layout import FAMILY, fitted_config, text_side, write_model, write_text_encoder
 from .fitted_set import FittedSet
 from .transformer_shapes import transformer_shapes
 
-STAGES = ("video", "sharpen", "sound", "base", "report")
+STAGES = ("video", "sound", "base", "report")
 log = logging.getLogger(__name__)
 
 
@@ -57,8 +57,6 @@ def run_stage(stage: str, out: Path, device: torch.device, effort: Effort, seed:
     config = fitted_config()
     if stage == "video":
         _keep(out / "video.safetensors", fit_video(config, device, effort))
-    elif stage == "sharpen":
-        _keep(out / "video.safetensors", sharpen_video(config, load_file(out / "video.safetensors"), device, effort))
     elif stage == "sound":
         _keep(out / "sound.safetensors", fit_sound(config, device, effort))
     elif stage == "base":

@@ -22,7 +22,7 @@ from .drawing import COLOURS, DIRECTIONS, FPS, KNOWN, RATE, SHAPES, TONES, Scene
 from .fit_codecs import Effort, drawn_pool, generator
 from .fit_loop import Loop, pick
 
-BASE_STEPS = 16000
+BASE_STEPS = 9200
 CLIPS = ((17, 64, 64, 40000), (25, 64, 64, 12000), (17, 64, 96, 12000))
 """Frames, height, width and how many clips are drawn."""
 _BATCH = 256

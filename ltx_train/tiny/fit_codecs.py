@@ -96,35 +96,6 @@ def _video_loss(vae: nn.Module, pool: Tensor, count: int) -> Tensor:
     return error.abs().mean() + 4 * error.square().mean() + 2e-4 * _kl(mean, log_variance)
 
 
-SHARPEN_STEPS = 4000
-
-
-def sharpen_video(config: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, effort: Effort) -> dict[str, Tensor]:
-    """The same video VAE with its decoder fitted further, to the latents as they are used: without the posterior's noise.
-
-    The encoder stays, so that a base fitted to its latents stays good. tensors: what :func:`fit_video` gave.
-    """
-    from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
-
-    layout = VaeLayout.of(config["vae"])
-    vae = AutoencoderKLLTX2Video(**constructor_arguments(layout)).to(device)
-    stored = conv_names(video_vae_shapes(config["vae"]), layout)
-    vae.load_state_dict({theirs: tensors[f"vae.{name}"].to(torch.bfloat16).float() for name, theirs in stored.items()}, strict=False)
-    pool, _ = drawn_pool(effort.count(12000), *CLIPS[0][:3], WORDS, device)
-    with torch.no_grad():
-        latents = torch.cat([vae.encoder(_pixels(part)).chunk(2, dim=1)[0] for part in pool.split(16)])
-    count = CLIPS[0][3] if device.type == "cuda" else 4
-    Loop(list(vae.decoder.parameters()), [lambda: _sharp_loss(vae, pool, latents, count)], (0,), steps=effort.of(SHARPEN_STEPS), limit=effort.limit, rate=2e-4).run("sharpen", 50)
-    state = vae.state_dict()
-    return dict(tensors) | {f"vae.{name}": state[theirs] for name, theirs in stored.items() if name.startswith("decoder.")}
-
-
-def _sharp_loss(vae: nn.Module, pool: Tensor, latents: Tensor, count: int) -> Tensor:
-    clips, given = pick([pool, latents], count)
-    error = vae.decoder(given + 0.05 * torch.randn_like(given), None) - _pixels(clips)
-    return error.abs().mean() + 8 * error.square().mean()
-
-
 @torch.no_grad()
 def _video_statistics(vae: nn.Module, pool: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     rows = [vae.encoder(_pixels(part)).float().chunk(2, dim=1) for part in pool[:2048].split(128)]
@@ -136,7 +107,7 @@ def _video_statistics(vae: nn.Module, pool: Tensor, channels: int) -> tuple[Tens
 # ---- sound
 
 SECONDS = (17 / FPS, 25 / FPS)
-AUDIO_STEPS, VOCODER_STEPS = 5000, 4000
+AUDIO_STEPS, VOCODER_STEPS = 2800, 2400
 
 
 def fit_sound(config: Mapping[str, Any], device: torch.device, effort: Effort) -> dict[str, Tensor]:
