@@ -119,10 +119,14 @@ class TrainStep:
             return dict(zip(("video", "audio"), self.transformer(given.get("video"), given.get("audio"), silent)))
 
     def _states(self, batch: Batch, seed: int, step: int, slots: Sequence[int]) -> dict[str, LatentState]:
+        """The states of the streams that the samples have: stills and clips of sound alone train their own stream where it is generated."""
         states = {}
+        there = [m for m in self._generated if getattr(batch, m) is not None]
         for modality, config in self._modalities.items():
             latents = getattr(batch, modality)
             if latents is None:
+                if there and modality in self._generated:
+                    continue
                 raise DataError("batch.stream_missing", f"The strategy uses {modality}, but the samples {', '.join(batch.ids)} have none.", "Preprocess the dataset for this strategy.")
             draws = KeyedDraws(seed, step, slots, modality)
             states[modality] = config.state(latents, batch.roles, draws, keyframe_marker=self.config.keyframe_embedding)
@@ -131,9 +135,11 @@ class TrainStep:
     def _levels(self, states, seed: int, step: int, slots: Sequence[int], fixed: float | Mapping[str, float] | None) -> dict[str, list[float]]:
         """Noise levels of each generated stream, one a sample, on the host. The shift counts the targets alone."""
         if fixed is not None:
-            return {m: [fixed[m] if isinstance(fixed, Mapping) else fixed] * len(slots) for m in self._generated}
+            return {m: [fixed[m] if isinstance(fixed, Mapping) else fixed] * len(slots) for m in self._generated if m in states}
         levels = {}
         for modality in self._generated:
+            if modality not in states:
+                continue
             if self._shared and levels:
                 levels[modality] = next(iter(levels.values()))
                 continue

@@ -256,7 +256,7 @@ def test_the_shift_counts_targets_without_references():
 def test_missing_stream_is_named():
     data = replace(batch(), audio=None)
     with pytest.raises(DataError, match="uses audio, but the samples clip0, clip1 have none"):
-        TrainStep(FakeTransformer(), mode("t2v_audio").strategy(), FlowMatchingSection())(data, seed=0, step=0, slot=0)
+        TrainStep(FakeTransformer(), mode("a2v").strategy(), FlowMatchingSection())(data, seed=0, step=0, slot=0)
 
 
 @pytest.mark.parametrize("name", ["t2v_audio", "i2v", "v2v", "v2a", "t2a", "av2av"])
