@@ -83,6 +83,7 @@ class Validator:
         self.contexts, self.codec, self.transformer = contexts, codec, transformer
         self.base, self.offload_optimizer = base, offload_optimizer
         self._one_by_one = False
+        self._check: Callable[[], None] = lambda: None
 
     def run(self, step: int, live: LiveRun, parallel: Parallel | None = None, optimizer: torch.optim.Optimizer | None = None, together: bool = False) -> list[Path]:
         """Make every sample (the ranks share them); files land in ``samples/``, failures are warnings.
@@ -93,6 +94,7 @@ class Validator:
         rank, world = (parallel.rank, parallel.world) if parallel is not None and not together else (0, 1)
         made = [Made(index) for index in range(rank, len(self.prepared), world) if self.prepared[index] is not None]
         room = Room(self.codec.device, self.transformer, optimizer if self.offload_optimizer else None)
+        self._check = stop_check(live, parallel, together)
         with live.phase("validation", f"step {step}"), untouched_random():
             try:
                 with room.without_optimizer():
@@ -104,6 +106,11 @@ class Validator:
                         self.each(waiting(made), lambda m: self.decode_sound(m, step, live))  # all sounds, then all pictures:
                         self.each(waiting(made), lambda m: self.decode_clip(m, step, live))  # each decoder is loaded once
                         self.codec.release()
+            except StopRequested:
+                if world > 1:  # the other ranks are met below; all of them stop at the next step
+                    made = [one for one in made if one.path is not None]
+                else:
+                    raise
             finally:
                 self.codec.release()
         for one in made:
@@ -179,7 +186,7 @@ class Validator:
         generator = torch.Generator(device).manual_seed(self.section.seed_of(sample))
         return denoise(
             self.transformer, video=states.video, audio=states.audio, positive=positive, negative=negative, schedule=prepared.recipe.schedule,
-            guidance=prepared.recipe.guidance, noise=read_noise(sample, states), generator=generator, batched=self.together(states), check=live.stop.check,
+            guidance=prepared.recipe.guidance, noise=read_noise(sample, states), generator=generator, batched=self.together(states), check=self._check,
             on_step=lambda view: live.progress("validation", view.step, view.total, unit="denoising steps"),
         )  # fmt: skip
 
@@ -347,6 +354,23 @@ def build_sampler(checkpoint: Checkpoint, section: ValidationSection, accelerati
     with live.phase("load the model"):
         transformer = load_network(checkpoint, acceleration, device, streams=streams, live=live)
     return transformer, Validator(section, checkpoint, prepared, contexts, codec, transformer)
+
+
+def stop_check(live: LiveRun, parallel: Parallel | None, together: bool) -> Callable[[], None]:
+    """What a denoising step calls to leave when a stop was asked for; other ranks than the first look for the request themselves.
+
+    together: all ranks compute each step with one another, so they leave at the same one.
+    """
+    if parallel is None or parallel.world == 1:
+        return live.stop.check
+
+    def check() -> None:
+        wanted = live.stop.requested or live.dir.requested("stop")
+        if parallel.any(wanted) if together else wanted:
+            live.stop.request("asked by the control file")
+            live.stop.check()
+
+    return check
 
 
 def waiting(made: Sequence[Made]) -> list[Made]:
