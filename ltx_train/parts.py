@@ -25,7 +25,9 @@ from .memory.activations import checkpoint_activations
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer
 from .network import load_network
+from .planner import has_auto, plan_here, work_of
 from .preprocess import engine_codec, ensure
+from .runs.events import PlanEvent
 from .runs.live import LiveRun
 from .runs.model_card import ModelCard
 from .training.ema import Ema
@@ -158,6 +160,7 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         dropped = [empty] if empty is not None and config.data.caption_dropouts else []
         contexts.prepare([*dataset.text_keys(), *dropped, *sorted(needed | apart)], lambda done, total: live.progress("text contexts", done, total, unit="captions"))
     feed = build_feed(config, strategy, dataset, contexts, live, parallel, empty)
+    config = settle_memory(config, checkpoint, dataset, feed.batches.get(0, 0), parallel.device, live)
     with live.phase("load the model"):
         recompute = config.acceleration.checkpoints_activations(config.optimization.enable_gradient_checkpointing)
         if config.model.training_mode == "full" and parallel.world > 1:
@@ -187,6 +190,28 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         identity=identity_of(config, checkpoint, dataset),
         held_out=HeldOut(held, contexts, step, parallel.device, base=base if isinstance(trainable, LoraResult) else None) if held is not None else None,
     )
+
+
+def settle_memory(config: TrainConfig, checkpoint: Checkpoint, dataset: TrainingDataset, first: Batch, device: torch.device, live: LiveRun) -> TrainConfig:
+    """The job with every ``auto`` of its acceleration section decided for the largest clip and the memory that is free.
+
+    first: any batch, for its sound and references beside the video. Raises ConfigError ``plan.too_large`` with what would fit.
+    """
+    streams = {m: sum(part.grid.tokens for part in (getattr(first, m), first.roles.get(f"reference_{m}")) if part is not None) for m in ("video", "audio")}
+    own = (first.video or first.audio).grid.tokens
+    larger = max(unit.tokens for unit in dataset.units()) / max(1, own)
+    work = work_of(config, checkpoint.transformer, video_tokens=int(streams["video"] * larger), audio_tokens=int(streams["audio"] * larger))
+    try:
+        plan = plan_here(config, work, device)
+    except ConfigError as error:
+        if has_auto(config.acceleration):
+            raise
+        live.warn(error.code, f"{error.message} It is tried as it is set.", error.hint)
+        return config
+    if plan is None:
+        return config
+    live.emit(PlanEvent(message=plan.why, settings=plan.settings()))
+    return config.model_copy(update={"acceleration": plan.section})
 
 
 def hold_out(

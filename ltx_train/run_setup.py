@@ -8,6 +8,7 @@ from pathlib import Path
 from .config import Job, PreprocessJob, SampleJob, TrainConfig
 from .errors import ConfigError, RunError
 from .launch import Child, Launch, start
+from .planner import lower_plan
 from .runs.identity import Identity, Verdict
 from .runs.run_dir import RunDir, check_name
 
@@ -149,7 +150,7 @@ def _free_for_samples(place: Path, job: SampleJob) -> bool:
 
 def launch_job(opened: OpenedRun, *, engine_python: str | None = None, **options: object) -> Child:
     """Start (or attach to) the child of an opened run, with as many processes as the job says."""
-    settings = Launch(kind=opened.job.kind, engine_python=engine_python)
+    settings = Launch(kind=opened.job.kind, engine_python=engine_python, lower_plan=lower_plan if opened.job.kind == "train" else None)
     distributed = getattr(opened.job, "distributed", None)
     if distributed is not None:
         settings = replace(

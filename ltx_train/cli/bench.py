@@ -33,6 +33,14 @@ def add(verbs: argparse._SubParsersAction) -> None:
     numerics.set_defaults(run=run_numerics)
     bench_preprocess.add(kinds)
 
+    plan = verbs.add_parser("plan", help="will it fit, and how fast: the settings a training would get, on this machine or a card of a size")
+    plan.add_argument("config", type=Path)
+    plan.add_argument("--card", type=int, metavar="GB", help="a card of 8, 10, 12, 16, 24, 32, 48, 80 or 141 GB instead of the one here")
+    plan.add_argument("--ram", type=float, default=64.0, metavar="GB", help="with --card: free RAM")
+    plan.add_argument("--size", help="WIDTHxHEIGHTxFRAMES of the largest clip; else the config's largest bucket")
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(run=run_plan)
+
 
 def run_step(options: argparse.Namespace) -> int:
     from ..bench.step import StepCase, line, run_cases
@@ -59,6 +67,35 @@ def run_numerics(options: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
     for record in compare(case, device):
         show(line({**record, "command": command_of(options)}), options.out)
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    import torch
+
+    from ..config import TrainConfig
+    from ..errors import ConfigError
+    from ..planner import clip_tokens, make_plan, named_machine, plans, this_machine, work_of
+
+    config = TrainConfig.load(options.config)
+    if not plans(config):
+        raise ConfigError("plan.kind", "Only trainings of a lora or rslora adapter are planned.", "Full fine-tuning and other adapter kinds keep their base on the card.")
+    transformer = config.resolved(options.config.absolute().parent).model.open().transformer
+    sizes = [options.size] if options.size else (config.data.resolution_buckets or "").split(";")
+    if sizes in ([""], ["auto"]):
+        raise ConfigError("plan.size", "The config names no bucket to plan for.", "Give --size WIDTHxHEIGHTxFRAMES, the largest clip.")
+    tokens = max(clip_tokens(size if size.count("x") == 2 else f"{size}x1", transformer) for size in sizes)
+    audio = config.training_strategy.streams().audio != "absent"
+    work = work_of(config, transformer, video_tokens=tokens[0], audio_tokens=tokens[1] if audio else 0)
+    machine = named_machine(options.card, options.ram) if options.card else this_machine(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    plan = make_plan(work, machine, config.acceleration)
+    total = plan.cost.seconds * config.optimization.steps
+    if options.json:
+        import json
+
+        show(json.dumps({"machine": machine.name, **plan.settings(), "seconds_in_all": round(total), "why": plan.why}), None)
+    else:
+        show(f"{plan.why}\n{config.optimization.steps} steps: about {total / 3600:.1f} h", None)
     return 0
 
 

@@ -15,7 +15,8 @@ def cost_per_number(node: Any) -> float:
     """Multiplications for one number of a node's result: what computing it again costs, over what keeping it costs.
 
     A matrix product does one for each input feature; attention two for each key. Attention runs at a somewhat lower rate,
-    which keeps it in front of products where both are equal.
+    which keeps it in front of products where both are equal. (torch's partitioner takes cuDNN's attention for something
+    cheap and never asks about it: there it is always computed again.)
     """
     name = str(node.target)
     if "scaled_dot_product" in name:
@@ -46,29 +47,8 @@ def keep_dearest(memory: Sequence[float], costs: Sequence[float], limit: float) 
     return kept, again
 
 
-def count_cudnn_attention_as_work() -> bool:
-    """torch's partitioner takes cuDNN's attention for something cheap, which is always computed again; the other kernels
-    it knows. Whether its table could be completed: it is no public interface."""
-    import torch._functorch.partitioners as partitioners
-
-    table = getattr(partitioners, "get_default_op_list", None)
-    attention = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
-    if table is None or attention is None or not hasattr(table(), "compute_intensive_ops"):
-        return False
-    if attention not in table().compute_intensive_ops:
-
-        def completed():
-            kinds = table()
-            kinds.compute_intensive_ops.add(attention)
-            return kinds
-
-        partitioners.get_default_op_list = completed
-    return True
-
-
 def use_in_partitioner(config: Any) -> bool:
     """Let AOTAutograd's partitioner ask us, where this torch has a place for it; else it goes by its own estimate."""
-    count_cudnn_attention_as_work()
     try:
         from torch._inductor.custom_graph_pass import CustomKnapsackSolver
     except ImportError:
@@ -79,7 +59,7 @@ def use_in_partitioner(config: Any) -> bool:
             return keep_dearest(memory, [cost_per_number(node) for node in all_recomputable_banned_nodes], max_memory)
 
         def uuid(self) -> str:
-            return "ltx_train dearest first 2"
+            return "ltx_train dearest first 1"
 
     config.activation_memory_budget_solver = DearestFirst()
     return True

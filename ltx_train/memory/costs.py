@@ -1,0 +1,174 @@
+"""What a training step costs in device memory, host memory and time: a model fitted to measurements (bench/results)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from ..models.blocks import TransformerBlock
+from ..models.families import TransformerConfig
+from ..models.transformer import LTXTransformer
+from .quantization import QUANTIZERS
+
+GIB = 1 << 30
+CONTEXT = 0.9 * GIB
+"""CUDA context, library workspaces and what the allocator holds back, on Linux."""
+WORKING_SET = {True: 44, False: 70}
+"""Token tensors alive inside one block at most, compiled or not (a unit: one [tokens, dim] tensor of each stream)."""
+KEPT_UNITS = ((0.0, 1.0), (0.1, 4.1), (0.2, 6.4), (0.3, 8.6), (0.4, 10.5), (0.5, 12.2), (0.6, 13.7))
+"""Activation budget -> units kept a block: measured at 2268 and 6120 tokens."""
+KEPT_TEXT_UNITS = 12.0
+"""The same of the text's side (a unit: one [text tokens, dim] tensor of each stream), times the budget."""
+SPARED = ((0.0, 0.0), (0.1, 0.24), (0.2, 0.44), (0.3, 0.64), (0.4, 0.84), (0.5, 1.0), (0.6, 1.0))
+"""Activation budget -> share of the recomputed matrix products that is spared."""
+FLOAT8_GAIN = 1.38
+OPTIMIZER_CHUNKS = 4 * 4 * (1 << 25)
+"""Bytes on the card of running means that pass over it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: the network, the largest micro-batch in tokens, and the adapter's numbers."""
+
+    config: TransformerConfig
+    video_tokens: int
+    audio_tokens: int = 0
+    text_tokens: int = 1024
+    batch: int = 1
+    accumulation: int = 1
+    lora: int = 0
+
+    @property
+    def audio(self) -> bool:
+        return self.audio_tokens > 0 and self.config.has_audio
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One way to fit it: the settings that cost memory or time."""
+
+    quantization: str | None = None
+    streamed: int = 0
+    budget: float = 0.0
+    offload: bool = False
+    optimizer_in_ram: bool = False
+    compiled: bool = True
+    float8: bool = False
+
+    def words(self, layers: int) -> str:
+        """In words for people."""
+        parts = [f"{self.quantization or 'plain'} weights"]
+        parts.append("all blocks on the card" if not self.streamed else f"{self.streamed} of {layers} blocks streamed from RAM")
+        parts.append("activations recomputed" if self.budget == 0 else f"{self.budget:.0%} of the activations kept")
+        parts += ["block inputs in RAM"] if self.offload else []
+        parts += ["optimizer in RAM"] if self.optimizer_in_ram else []
+        return ", ".join(parts) + ("" if self.compiled else ", not compiled")
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Rates of a card: tflops of dense 16-bit products by its maker, upload in bytes a second, seconds of launches a step."""
+
+    tflops: float
+    upload: float
+    launches: float = 0.076
+
+    @property
+    def sustained(self) -> float:
+        """Operations a second that a training step reaches: 54 % of the maker's number on the H200."""
+        return self.tflops * 0.54e12
+
+
+@dataclass(frozen=True)
+class Cost:
+    """device, host: bytes. seconds: of one optimizer step. upload_bound: the link is what it waits for."""
+
+    device: float
+    host: float
+    seconds: float
+    upload_bound: bool
+
+
+@lru_cache(maxsize=16)
+def block_layers(config: TransformerConfig, audio: bool) -> tuple[tuple[str, int, int], ...]:
+    """(name, out, in) of every matrix of a block."""
+    with torch.device("meta"):
+        block = TransformerBlock(config, video=True, audio=audio)
+    return tuple((name, layer.out_features, layer.in_features) for name, layer in block.named_modules() if isinstance(layer, nn.Linear))
+
+
+@lru_cache(maxsize=16)
+def outside_numbers(config: TransformerConfig, audio: bool) -> int:
+    """Parameters that are in no block."""
+    with torch.device("meta"):
+        model = LTXTransformer(config, audio=audio)
+    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("transformer_blocks."))
+
+
+def _interpolate(table: tuple[tuple[float, float], ...], at: float) -> float:
+    for (x0, y0), (x1, y1) in zip(table, table[1:]):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return table[-1][1]
+
+
+def flops(work: Work) -> tuple[float, float, float]:
+    """(forward, backward, matrix products among the forward) operations of one micro-batch: frozen products have one backward."""
+    c, counts = work.config, {"v": work.video_tokens, "a": work.audio_tokens, "s": work.text_tokens}
+    forward = backward = 0.0
+    for name, out, inputs in block_layers(c, work.audio):
+        kind = _tokens_of(name)
+        one = 2.0 * counts[kind] * out * inputs
+        forward += one
+        backward += 0.0 if kind == "s" else one
+    products = forward
+    video, audio, text = counts["v"], counts["a"] if work.audio else 0, counts["s"]
+    attention = 4.0 * c.dim * video * (video + text) + 4.0 * c.audio_dim * (audio * (audio + text) + 2 * video * audio)
+    scale = c.num_layers * work.batch
+    return scale * (forward + attention), scale * (backward + 2.5 * attention), scale * products
+
+
+def _tokens_of(name: str) -> str:
+    """Whose tokens a layer reads: v(ideo), a(udio) or t(e)xt."""
+    from_context = name.endswith(("to_k", "to_v"))
+    if "attn2" in name and from_context:
+        return "s"
+    if name.startswith("audio_to_video"):
+        return "a" if from_context else "v"
+    if name.startswith("video_to_audio"):
+        return "v" if from_context else "a"
+    return "a" if name.startswith("audio_") else "v"
+
+
+def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
+    """What a step costs with this fit on such a card."""
+    c, layers = work.config, work.config.num_layers
+    matrices = block_layers(c, work.audio)
+    numbers = sum(out * inputs for _, out, inputs in matrices)
+    bits = 16.0 if fit.quantization is None else QUANTIZERS[fit.quantization].bits
+    block = numbers * bits / 8
+    unit = 2.0 * work.batch * (work.video_tokens * c.dim + (work.audio_tokens * c.audio_dim if work.audio else 0))
+    resident = layers - fit.streamed
+    kept = _interpolate(KEPT_UNITS, fit.budget)
+    device = CONTEXT + 2.0 * outside_numbers(c, work.audio) + resident * block + min(3, fit.streamed) * block
+    device += 2.0 * numbers if fit.quantization is not None and not fit.float8 else 0.0
+    device += 10.0 * work.lora + (min(OPTIMIZER_CHUNKS, 8.0 * work.lora) if fit.optimizer_in_ram else 8.0 * work.lora)
+    text = 2.0 * work.batch * work.text_tokens * (c.dim + (c.audio_dim if work.audio else 0))
+    device += unit * ((3 if fit.offload else layers * kept) + WORKING_SET[fit.compiled]) + layers * KEPT_TEXT_UNITS * fit.budget * text
+    host = 4 * GIB + fit.streamed * block + (layers * unit if fit.offload else 0.0) + (8.0 * work.lora if fit.optimizer_in_ram else 0.0)
+
+    forward, backward, products = flops(work)
+    down = sum(2.0 * work.video_tokens * out * inputs for name, out, inputs in matrices if name == "ff.net.2") * layers * work.batch
+    again = forward - down - _interpolate(SPARED, fit.budget) * (products - down)
+    total = forward + backward + again
+    if fit.float8:
+        share = (2 * products + products - down - _interpolate(SPARED, fit.budget) * (products - down)) / total
+        total *= 1 - share + share / FLOAT8_GAIN
+    seconds = total / speeds.sustained * (1.0 if fit.compiled else 1.6) + speeds.launches
+    seconds += 0.027 * (989 / speeds.tflops) ** 0.5 if fit.quantization is not None and not fit.float8 else 0.0
+    upload = 2.0 * max(0, fit.streamed - 3) * block / speeds.upload
+    side = (8.0 * work.lora * 2 / speeds.upload * 0.6 if fit.optimizer_in_ram else 0.0) + (0.02 if fit.offload else 0.0)
+    return Cost(device, host, work.accumulation * max(seconds, upload) + side, upload > seconds)

@@ -1,0 +1,58 @@
+"""Acceleration settings meet the model: the same numbers however it is loaded, and what cannot go together is refused by name."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from ltx_train.errors import ConfigError
+from ltx_train.memory.capability import Facts
+from ltx_train.memory.engine import BlockEngine
+from ltx_train.memory.settings import AccelerationSection
+from ltx_train.models.checkpoint import Checkpoint
+from ltx_train.models.transformer import load_transformer
+from ltx_train.network import engine_settings, load_network
+
+DATA = Path(__file__).parents[1] / "parity" / "data"
+CPU = torch.device("cpu")
+LIVE = SimpleNamespace(warn=lambda *a: None, progress=lambda *a, **k: None)
+
+
+def test_streamed_weights_are_the_loaded_ones():
+    opened = Checkpoint.open(DATA / "ltx2.3.checkpoint.safetensors")
+    plain = load_transformer(opened, dtype=torch.float32, device="cpu").state_dict()
+    section = AccelerationSection(mixed_precision_mode="no", stream_blocks=1)
+    model = load_network(opened, section, CPU, streams=("video", "audio"), live=LIVE)
+    assert isinstance(model.block_runner, BlockEngine)
+    assert model.block_runner.store.streams
+    found = model.state_dict()
+    assert set(found) == set(plain)
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+@pytest.mark.parametrize(("fields", "kinds", "name"), [
+    ({"stream_blocks": 4}, {"frozen": False}, "Full fine-tuning"), ({"offload_activations": "on"}, {"frozen": False}, "Full fine-tuning"),
+    ({"stream_blocks": 4}, {"own_layers": False}, "stream_blocks"), ({"float8_products": True, "quantization": "fp8"}, {"own_layers": False}, "float8_products"),
+])  # fmt: skip
+def test_what_cannot_go_together_is_refused_before_loading(fields, kinds, name):
+    with pytest.raises(ConfigError, match=name):
+        load_network(None, AccelerationSection(**fields), CPU, streams=("video",), live=LIVE, **kinds)
+
+
+def test_fp8_products_need_fp8_weights_and_a_card_that_has_them():
+    with pytest.raises(ValidationError, match="needs quantization fp8"):
+        AccelerationSection(float8_products=True)
+    section = AccelerationSection(float8_products=True, quantization="fp8")
+    with pytest.raises(ConfigError, match="8.9"):
+        engine_settings(section, Facts(sm=86), CPU, recompute=True, dropout=False, warn=print)
+
+
+def test_recompute_and_budget():
+    make = lambda recompute, **fields: engine_settings(AccelerationSection(**fields), Facts.here(CPU), CPU, recompute=recompute, dropout=False, warn=print)  # noqa: E731
+    assert (make(True).budget, make(True).recompute) == (0.0, True)
+    assert make(False).budget == 0.6
+    assert make(True, activation_budget=0.3).budget == 0.3
+    with pytest.raises(ValidationError):
+        AccelerationSection(activation_budget=1.5)

@@ -1,0 +1,65 @@
+"""AdamW with its state on the host: torch's own numbers, in any chunks, and a snapshot's state taken over."""
+
+import pytest
+import torch
+
+from ltx_train.errors import ConfigError
+from ltx_train.training import host_adam
+from ltx_train.training.host_adam import HostAdamW, _chunks
+from ltx_train.training.optim import OptimizationSection
+from ltx_train.training.optim_state import optimizer_state, restore_optimizer
+
+
+def pair() -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    torch.manual_seed(0)
+    one = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(7)), torch.nn.Parameter(torch.randn(2, 2))]
+    return one, [torch.nn.Parameter(p.detach().clone()) for p in one]
+
+
+def step(*optimizers: torch.optim.Optimizer) -> None:
+    first = optimizers[0].param_groups[0]["params"]
+    grads = [torch.randn(p.shape) for p in first]
+    for optimizer in optimizers:
+        for p, g in zip(optimizer.param_groups[0]["params"], grads):
+            p.grad = g.clone()
+        optimizer.step()
+
+
+def same(a, b) -> None:
+    for x, y in zip(a, b):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+def test_equals_torch(monkeypatch):
+    monkeypatch.setattr(host_adam, "_chunks", lambda sizes: _chunks(sizes, 8))
+    a, b = pair()
+    plain, host = torch.optim.AdamW(a, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1), HostAdamW(b, 1e-2, (0.9, 0.99), 1e-8, 0.1)
+    assert len(host.chunks) == 3
+    for _ in range(4):
+        step(plain, host)
+    same(a, b)
+
+
+def test_a_run_goes_on_wherever_the_state_rests():
+    section = OptimizationSection(steps=10)
+    a, b = pair()
+    plain = section.build_optimizer(a)
+    step(plain)
+    tensors, rest = optimizer_state(plain)
+    with torch.no_grad():
+        for p, q in zip(a, b):
+            q.copy_(p)
+    host = section.build_optimizer(b, in_ram=True)
+    restore_optimizer(host, {name: t.clone() for name, t in tensors.items()}, rest)
+    step(plain, host)
+    same(a, b)
+    restore_optimizer(section.build_optimizer(pair()[0]), *optimizer_state(host))
+
+
+def test_only_adamw_rests_on_the_host():
+    with pytest.raises(ConfigError, match="adamw only"):
+        OptimizationSection(optimizer_type="adafactor").build_optimizer(pair()[0], in_ram=True)
+
+
+def test_chunks():
+    assert _chunks([4, 4, 4, 9, 1], 8) == [[0, 1], [2], [3], [4]]
