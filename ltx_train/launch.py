@@ -97,7 +97,7 @@ class Child:
         self.restarts = 0
         self._popen = popen
         self._token = token
-        self._stopping = False
+        self._stopping = self._killed = False
         self._settled: Outcome | None = None
 
     @property
@@ -163,12 +163,13 @@ class Child:
 
     def kill(self) -> None:
         """End every process of the child now; what it had saved stays."""
-        self._stopping = True
+        self._stopping = self._killed = True
         roots = [psutil.Process(self._popen.pid)] if self._popen is not None and self._popen.poll() is None else []
         working = self.run.lock.owner()
         process = working.process() if working is not None else None
         roots += [process] if process is not None and process.pid != os.getpid() else []
-        kill_tree(roots)
+        own = self._popen.pid if self._popen is not None else None
+        kill_tree(roots, unwaited=own)  # whoever waits for it first gets its exit code: that is Popen's
         if self._popen is not None:
             self._popen.wait(timeout=30)
 
@@ -207,7 +208,9 @@ class Child:
                 # another rank died without a word; rank 0 saw a lost connection or the launcher's SIGTERM
                 rank, first = self._first_failed_rank() or (0, code)
                 code = code if 0 <= first <= OUT_OF_MEMORY else first
-            if status.live or code != status.exit_code:
+            if self._killed and status.live:
+                code, status = STOPPED, self._ended_by_hand()
+            elif status.live or code != status.exit_code:
                 status = self._bury(code, rank)
             self._settled = self._describe(status, code)
             if self._token is not None:
@@ -235,8 +238,17 @@ class Child:
         log.close()
         return self.run.update_status(state=state, exit_code=code, ended=time.time(), error=text.message, error_code="run.died", hint=text.hint)
 
+    def _ended_by_hand(self) -> Status:
+        """Write the end of a child that was killed because somebody asked for it: stopped, not lost."""
+        log = EventLog(self.run.events_path)
+        log.write(StateEvent(state="stopped", reason="ended at once"))
+        log.close()
+        return self.run.update_status(state="stopped", exit_code=STOPPED, ended=time.time(), hint="What is newer than the last snapshot is lost.")
+
     def _describe(self, status: Status, code: int | None) -> Outcome:
         text = explain_exit(code)
+        if self._killed and code == STOPPED:
+            text = replace(text, message="The run was ended at once; starting it again goes on from its last snapshot, if it has one.")
         error = self.run.history().error if code not in (OK, STOPPED) else None
         told = error is not None and error.code != "run.died"
         return Outcome(
@@ -380,8 +392,8 @@ def _popen(command: Sequence[str], **arguments: object) -> subprocess.Popen:
         return subprocess.Popen(command, creationflags=flags, **arguments)
 
 
-def kill_tree(roots: Sequence[psutil.Process], timeout: float = 5.0) -> None:
-    """Kill the processes and all below them."""
+def kill_tree(roots: Sequence[psutil.Process], timeout: float = 5.0, *, unwaited: int | None = None) -> None:
+    """Kill the processes and all below them, and wait until they have gone (but for the pid ``unwaited``)."""
     doomed: dict[int, psutil.Process] = {}
     for root in roots:
         try:
@@ -393,7 +405,7 @@ def kill_tree(roots: Sequence[psutil.Process], timeout: float = 5.0) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(list(doomed.values()), timeout=timeout)
+    psutil.wait_procs([process for pid, process in doomed.items() if pid != unwaited], timeout=timeout)
 
 
 def _same_file(one: Path, other: Path) -> bool:
