@@ -45,9 +45,10 @@ class LTXTrainLoadModel(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model: str, **_: str) -> str:
-        """Changes when the file does; a file that has gone is told by execute."""
+        """Changes when the file does, or the files that auto chooses from; a file that has gone is told by execute."""
         try:
-            return paths.digest_of(paths.model_file(model, *MODEL_FOLDERS))
+            others = [*paths.model_files("text_encoders", "vae"), *paths.encoder_folders()]
+            return "|".join([paths.digest_of(paths.model_file(model, *MODEL_FOLDERS)), *others])
         except LtxTrainError:
             return "missing"
 

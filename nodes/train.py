@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from .model import need
 from .settings import prompts_of, sample_of
 
 LORA_FOLDER = "ltx_train"
+log = logging.getLogger(__name__)
 MAX_ROUNDS = 5
 
 
@@ -126,6 +128,7 @@ def train(config: TrainConfig, screen: Screen, workflow: dict[str, Any] | None =
             _keep_workflow(opened, workflow)
         child = compose.start_child(opened)
         if child.attached:
+            log.info("LTX Train: the run %s is at work already: attached to it.", opened.run.name)
             screen.text(f"The run {opened.run.name} is at work already: attached to it.")
         follow(child, screen)
     raise RunError("run.unfinished", f"The run {Path(config.output_dir).name} ends before its {config.optimization.steps} steps.", "Another process keeps changing it; look at its train.log.")

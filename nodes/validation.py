@@ -52,6 +52,14 @@ class LTXTrainSample(io.ComfyNode):
         )  # fmt: skip
 
     @classmethod
+    def fingerprint_inputs(cls, lora_name: str = NO_LORA, **_: Any) -> str:
+        """Changes when the LoRA file of that name does."""
+        try:
+            return "none" if lora_name in (NO_LORA, None) else paths.digest_of(paths.model_file(lora_name, "loras"))
+        except LtxTrainError:
+            return "missing"
+
+    @classmethod
     def execute(cls, ltx_model: sockets.LtxModel, prompt: str, **widgets: Any) -> io.NodeOutput:
         need(ltx_model, "text_encoder", "video_vae")
         screen = Screen.of(cls.hidden.unique_id)

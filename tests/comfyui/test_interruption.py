@@ -54,9 +54,10 @@ def test_interrupt_stops_the_child_and_queueing_again_goes_on(own, workflow):
     child = run.lock.owner().pid
     started = time.monotonic()
     interrupt(own)
-    own.until(lambda: gone(child), 20)
+    own.until(lambda: gone(child), 60)
     seconds = time.monotonic() - started
-    assert seconds < 5, f"the child took {seconds:.1f} s to go"
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others may be at work on this machine
+    assert seconds < 5 * busy, f"the child took {seconds:.1f} s to go, on a machine {busy:.1f} times busy"
     ended = own.wait(asked)
     assert ended.interrupted and ended.status == "error"
     status = run.status()
@@ -72,16 +73,22 @@ def test_interrupt_stops_the_child_and_queueing_again_goes_on(own, workflow):
 
 
 def test_comfyui_killed_in_mid_run_the_same_prompt_attaches(own, workflow):
-    own.queue(train(workflow, "survivor", 150))
+    own.queue(train(workflow, "survivor", 100_000))
     run = working(own, "survivor")
     child = run.lock.owner().pid
     own.stop(signal.SIGKILL)
     assert not gone(child), "the child survives ComfyUI"
     own.start()
-    assert run.live(), "the child was done before ComfyUI was up again: raise the number of steps"
-    own.run(train(workflow, "survivor", 150)).good()
-    assert run.history().attempts == 1, "attached: no second start"
-    assert steps_of(run) == list(range(1, 151))
+    asked = own.queue(train(workflow, "survivor", 100_000))
+    own.until(lambda: own.get("/queue")["queue_running"], text="the prompt running")
+    own.until(lambda: "attached to it" in own.log.read_text(errors="replace"), text="the attached node")
+    before = run.read_status().step
+    own.until(lambda: run.read_status().step > before + 2, text="further steps")
+    own.post("/ltx_train/runs/survivor/stop", {})
+    ended = own.wait(asked)
+    assert "was stopped at step" in ended.error, "a node that follows tells how the run ended"
+    assert gone(child) and run.history().attempts == 1, "attached: no second start"
+    assert steps_of(run) == list(range(1, run.status().step + 1))
 
 
 def test_comfyui_and_child_killed_the_same_prompt_takes_the_run_up(own, workflow):

@@ -58,23 +58,22 @@ def test_a_graph_and_its_api_twin_are_the_same():
 def entries(run, kind):
     """The latents that a run's cache holds, by the clip's id."""
     from ltx_train.config import TrainConfig
+    from ltx_train.data.cache import Cache
 
     data = TrainConfig.load(run.job_path("train")).data
     index = json.loads((data.data_root() / data.index).read_text(encoding="utf-8"))
-    found = {}
-    for entry in index["entries"]:
-        key = entry[kind]
-        path = next(p for p in data.data_root().rglob("*.safetensors") if p.stem in key or key.endswith(p.stem))
-        found[entry["id"]] = load_file(path)
-    return found
+    return {entry["id"]: load_file(Cache(data.data_root()).path(entry[kind])) for entry in index["entries"]}
 
 
 def test_comfyuis_own_models_encode_the_same_numbers(server, workflow):
-    """VAE and text features of ComfyUI's nodes agree with the engine's, so that a cache of either trains the same."""
+    """VAE and text features of ComfyUI's nodes agree with the engine's, so that a cache of either trains the same.
+
+    Pictures to rounding; text to bfloat16; sound goes through two resamplings in ComfyUI (to 44.1 kHz, then to 16 kHz), ours through one.
+    """
     server.run(workflow("train_with_comfy_models", MODEL=MODELS["ltx2.3"], ENCODER="gemma_3_tiny.safetensors", RUN="encoded here")).good()
     server.run(workflow("train", MODEL=MODELS["ltx2.3"], RUN="encoded there", MODE="t2v_audio")).good()
     here, there = server.run_dir("encoded here"), server.run_dir("encoded there")
-    for kind, limit in (("video", 0.02), ("audio", 0.05), ("text", 0.02)):
+    for kind, limit in (("video", 1e-4), ("audio", 0.15), ("text", 0.02)):
         ours, theirs = entries(there, kind), entries(here, kind)
         assert set(ours) == set(theirs) and ours
         for name, tensors in ours.items():

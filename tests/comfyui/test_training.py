@@ -24,6 +24,22 @@ def test_all_nodes_appear(server):
     assert all(found[name]["category"].startswith("LTX Train") and found[name]["description"] for name in NODES)
 
 
+def test_help_examples_and_translations_are_served(server):
+    from urllib.parse import quote
+    from urllib.request import urlopen
+
+    pack = next(path for path in (server.base / "custom_nodes").iterdir() if "LTX" in path.name).name
+    for node in NODES:
+        with urlopen(f"{server.url}/extensions/{quote(pack)}/docs/{node}.md", timeout=30) as answer:
+            assert answer.read().decode().startswith("# LTX")
+    assert any(quote(pack) in name or pack in name for name in server.get("/extensions"))
+    listed = server.get("/workflow_templates")[pack]
+    assert "LTX-2.3 - 1 Character LoRA" in listed and len(listed) >= 8
+    told = server.get("/i18n")
+    assert told["zh"]["nodeDefs"]["LTXTrainLoRA"]["display_name"] == "LTX 训练 LoRA"
+    assert set(told["en"]["nodeDefs"]) >= NODES
+
+
 def train(server, workflow, family, run_name, **changes):
     prompt = workflow("train", MODEL=MODELS[family], RUN=run_name, MODE="t2v" if family == "ltxv-2b" else "t2v_audio")
     for place, value in changes.items():
