@@ -7,17 +7,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .config import TrainConfig
-from .errors import DataError, LtxTrainError, RunError, StopRequested
-from .parts import Parts, build_parts, model_card, per_modality
+from .errors import ConfigError, DataError, LtxTrainError, RunError, StopRequested
+from .parts import Parts, build_parts, model_card, newest_weights, per_modality
 from .runs.events import LoraEvent, SampleEvent, SnapshotEvent, StatisticsEvent, StepEvent
 from .runs.live import LiveRun
 from .runs.publish import Publishers, push_to_hub, statistics
+from .training.earlier import beside
 from .training.ema import finished_weights
 from .training.metrics import RunMeter, RunningMean, StepMeter, StepSummary, summarise
 from .training.optim import set_learning_rate
@@ -399,6 +401,7 @@ class Trainer:
         damaged = lambda path, why: self.live.warn("snapshot.damaged", f"{path.name} is damaged and passed over: {why}")  # noqa: E731
         path = newest_valid(self.live.dir.path, damaged)
         if path is None:
+            self.take_up()
             return
         snapshot = load_snapshot(path)
         if snapshot.state["identity"] != self.parts.identity:
@@ -408,13 +411,46 @@ class Trainer:
                 f"The snapshot {path.name} belongs to another training: {', '.join(changed)} changed.",
                 "Use another run name (or output_dir), or put the old value back. Nothing was overwritten.",
             )
+        self.adopt(snapshot)
+        self.saved_at = self.step
+        if self.lora_path(self.step).exists():
+            self.lora_at = self.step
+
+    def adopt(self, snapshot) -> None:
+        """Be where the snapshot was."""
         self.load_tensors(snapshot)
-        self.step = self.saved_at = snapshot.step
+        self.step = snapshot.step
         self.mean.total, self.mean.weight = snapshot.state["loss_mean"]
         if self.parts.scaler.is_enabled():
             self.parts.scaler.load_state_dict(snapshot.state["scaler"])
-        if self.lora_path(self.step).exists():
-            self.lora_at = self.step
+
+    def take_up(self) -> None:
+        """A new run from ``model.load_checkpoint`` goes on at that file's step where its state lies beside it (no_resume: never).
+
+        Our own state is taken whole; of the official trainer's the step, so that the schedule goes on.
+        """
+        source, total = self.config.model.load_checkpoint, self.config.optimization.steps
+        if not source or self.config.checkpoints.no_resume:
+            return
+        weights = newest_weights(Path(source).expanduser())
+        earlier = beside(weights)
+        if earlier is None:
+            return
+        optimization, lora = self.config.optimization, self.config.lora
+        settings = {"optimizer_type": optimization.optimizer_type, "scheduler_type": optimization.scheduler_type, "training_mode": self.config.model.training_mode}
+        changed = earlier.differs(self.parts.identity, {**settings, "lora_rank": lora.rank if lora else None})
+        if changed:
+            self.live.warn("resume.weights_only", f"Of {weights.name} the weights alone are taken: {', '.join(changed)} changed.", "The run starts at step 0.")
+            return
+        if earlier.step >= total:
+            raise ConfigError(
+                "optimization.steps", f"optimization.steps is {total}, and {weights.name} is at step {earlier.step} already."[:118],
+                "Raise optimization.steps above it, or set checkpoints.no_resume: true to start again from its weights.",
+            )  # fmt: skip
+        if earlier.snapshot is not None:
+            self.adopt(earlier.snapshot)
+        self.step = earlier.step
+        self.live.warn("resume.taken_up", f"Going on at step {self.step} of {weights.name}.", "checkpoints.no_resume: true would take its weights alone.")
 
     def load_tensors(self, snapshot) -> None:
         trainable = self.parts.trainable
