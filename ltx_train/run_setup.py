@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import Job, PreprocessJob, SampleJob, TrainConfig
-from .errors import ConfigError, RunError
+from .config import Job, PreprocessJob, SampleJob, TrainConfig, digest
+from .errors import ConfigError, LtxTrainError, RunError
 from .launch import Child, Launch, start
 from .planner import lower_plan
 from .runs.identity import Identity, Verdict
+from .runs.lock import write_atomic
 from .runs.run_dir import RunDir, check_name
+
+LISTING = "dataset.txt"
+"""In a run's directory: the digest of the data that it was started with."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,40 @@ def open_training(config: TrainConfig) -> OpenedRun:
     run = RunDir.create(found.run.path)
     settled = config.model_copy(update={"output_dir": str(run.path)})
     settled.save(run.job_path("train"))
+    listing = dataset_listing(config)
+    if listing is not None:
+        write_atomic(run.path / LISTING, listing)
     return OpenedRun(run, settled, found.verdict)
+
+
+def dataset_listing(config: TrainConfig) -> str | None:
+    """A digest of what the data is now, told without opening a clip: names, captions, sizes, repeats; of a cache, its list.
+
+    None where it cannot be read (the child says why) or is no list of ours. A changed caption or a new clip is another
+    training, as a changed path is.
+    """
+    section = config.data
+    try:
+        if section.all_sources():
+            rows = [[s.id, s.caption, s.repeats, s.weight, _size(s.media), {r: _size(p) for r, p in s.roles.items()}] for s in section.samples()]
+            return digest(rows)
+        index = section.data_root() / section.index
+        return digest(json.loads(index.read_text(encoding="utf-8"))["entries"]) if index.is_file() else None
+    except (LtxTrainError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _size(path: Path | None) -> int | None:
+    return path.stat().st_size if path is not None else None
+
+
+def _other_data(run: RunDir, listing: str | None) -> bool:
+    """Whether a run was made with other data than there is now."""
+    try:
+        known = (run.path / LISTING).read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return listing is not None and known != listing
 
 
 def find_run(config: TrainConfig) -> FoundRun:
@@ -74,6 +112,7 @@ def find_run(config: TrainConfig) -> FoundRun:
     config = config.resolved()
     wanted = Path(config.output_dir)
     check_name(wanted.name)
+    listing = dataset_listing(config)
     for candidate in _versions(wanted):
         run = RunDir(candidate)
         job = run.job_path("train")
@@ -89,7 +128,7 @@ def find_run(config: TrainConfig) -> FoundRun:
                 break
             continue  # written by another version: never touched
         verdict = identity_of_job(config).against(identity_of_job(old))
-        if verdict.relation != "different":
+        if verdict.relation != "different" and (run.live() or not _other_data(run, listing)):
             return FoundRun(run, old, verdict)
         if empty:
             break

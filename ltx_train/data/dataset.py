@@ -224,7 +224,7 @@ class Batch:
         context = self.context.to(device=device, dtype=dtype) if dtype else self.context.to(device=device)
         return replace(
             self, video=move(self.video), audio=move(self.audio), context=context, roles=roles,
-            audio_present=self.audio_present.to(device), weight=self.weight.to(device),
+            audio_present=self.audio_present, weight=self.weight.to(device),
         )  # fmt: skip
 
 
