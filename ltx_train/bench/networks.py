@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ DEVIATION = 0.02
 """Standard deviation of the random weights, about that of trained ones."""
 
 
+@lru_cache(maxsize=8)
 def full_config(family: str) -> TransformerConfig:
     """The production transformer of a family."""
     row = FAMILIES[family]

@@ -22,11 +22,10 @@ def test_cases_from_the_command_line():
 
 def test_a_tiny_step_beside_the_plain_way():
     base = StepCase.parse("size=64x64x9,rank=4,tiny=1,compile=0,steps=1,warmup=1,layers=2", StepCase())
-    streamed, broken = run_cases([StepCase.parse("resident=1,quantization=int8,optimizer=host", base), StepCase.parse("attention=none", base)], plain=True, command="bench step")
+    (streamed,) = run_cases([StepCase.parse("resident=1,quantization=int8,optimizer=host", base)], plain=True, command="bench step")
     for name in ("size", "rank", "setting", "family", "card", "step_s", "plain_step_s", "times_plain", "host_gib", "loss", "command"):
         assert name in streamed, name
     assert streamed["step_s"] > 0
-    assert "error" not in broken  # attention kernels are CUDA's: on a CPU the choice says nothing
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("h200*.jsonl")), ids=lambda p: p.name)
