@@ -56,8 +56,8 @@ def encoder_size(part: Part) -> tuple[int, int]:
     key = ".block." if part.kind == "t5" else "layers."
     names = [n for n in part.names if key in n and "vision" not in n and "audio_tower" not in n]
     layers = 1 + max(int(n.split(key, 1)[1].split(".", 1)[0]) for n in names)
-    last = "final_layer_norm.weight" if part.kind == "t5" else "norm.weight"  # one-dimensional, so never packed by a quantisation
-    norm = next(n for n in part.names if n.endswith(last) and key not in n and "vision" not in n and "audio" not in n)
+    last = ".final_layer_norm.weight" if part.kind == "t5" else ".norm.weight"  # one-dimensional, so never packed by a quantisation
+    norm = next(n for n in part.names if f".{n}".endswith(last) and key not in n and "vision" not in n and "audio" not in n)
     stored = part.names[norm]
     width = next(f.spans[stored].info.shape[-1] for f in part.files if stored in f.spans)
     return layers, width

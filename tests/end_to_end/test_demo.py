@@ -65,7 +65,7 @@ def test_a_second_demo_shows_the_same_results(fitted):
     text, out = fitted
     lora = next((out / "run" / "checkpoints").glob("*.safetensors"))
     stamp = lora.stat().st_mtime_ns
-    again = run(out, "--steps", "24")
+    again = run(out, "--steps", "24", cwd=out.parent)
     assert "run before" in again and lora.stat().st_mtime_ns == stamp and not (out / "run_002").exists()
     assert re.search(r"^Loss: .*$", again, re.MULTILINE)[0] == re.search(r"^Loss: .*$", text, re.MULTILINE)[0]
 
