@@ -22,7 +22,13 @@ from .validation import media_outputs, newest_sample
 NO_RUN = "(no run yet)"
 LAYOUTS = ("comfyui", "diffusers", "peft", "kohya", "plain")
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-STREAMS = {"all": None, "video": ("video",), "audio": ("audio",), "video and cross": ("video", "cross"), "audio and cross": ("audio", "cross")}
+STREAMS = {
+    "all": None,
+    "video": ("video",),
+    "audio": ("audio",),
+    "video and cross": ("video", "cross"),
+    "audio and cross": ("audio", "cross"),
+}
 
 
 def run_names() -> list[str]:
@@ -101,7 +107,8 @@ class LTXTrainSaveLoRA(io.ComfyNode):
             node_id="LTXTrainSaveLoRA",
             display_name="LTX Save LoRA",
             category=sockets.CATEGORY,
-            description="Saves a run's LoRA under a name of your own: another step, a smaller rank, the video or sound part alone, another tool's key names. Its strength stays the same.",
+            description="Saves a run's LoRA under a name of your own: another step, a smaller rank, the video or sound part alone, "
+                "another tool's key names. Its strength stays the same.",
             search_aliases=["ltx", "export lora", "convert", "resize"],
             is_output_node=True,
             inputs=[
@@ -110,9 +117,12 @@ class LTXTrainSaveLoRA(io.ComfyNode):
                 io.Combo.Input("folder", options=["output/loras", "models/loras"], tooltip="Both are listed by LoraLoader."),
                 io.Int.Input("step", default=-1, min=-1, max=10_000_000, tooltip="The LoRA of this step; -1: the newest."),
                 io.Combo.Input("precision", options=list(PRECISIONS), advanced=True, tooltip="Number format of the file."),
-                io.Combo.Input("keep", options=list(STREAMS), advanced=True, tooltip="Which part of the model it changes: video, sound, the layers between them (cross)."),
-                io.Int.Input("resize_to", default=0, min=0, max=1024, advanced=True, tooltip="A smaller rank, by the best approximation; 0 keeps the rank."),
-                io.Combo.Input("layout", options=list(LAYOUTS), advanced=True, tooltip="Key names; comfyui is what ComfyUI and the official tools read."),
+                io.Combo.Input("keep", options=list(STREAMS), advanced=True, tooltip="Which part of the model it changes: video, sound, "
+                    "the layers between them (cross)."),
+                io.Int.Input("resize_to", default=0, min=0, max=1024, advanced=True, tooltip="A smaller rank, by the best approximation; "
+                    "0 keeps the rank."),
+                io.Combo.Input("layout", options=list(LAYOUTS), advanced=True, tooltip="Key names; comfyui is what ComfyUI and the "
+                    "official tools read."),
                 io.Boolean.Input("overwrite", default=False, tooltip="Replace a file of this name; otherwise a number is added."),
             ],
             outputs=[sockets.LoraName.Output("lora_name", display_name="lora_name"), io.String.Output("path", display_name="path")],
@@ -137,7 +147,8 @@ class LTXTrainSaveLoRA(io.ComfyNode):
         lora = edited(read_lora(source), keep, resize_to)
         target.parent.mkdir(parents=True, exist_ok=True)
         convert(lora, target, layout, PRECISIONS[precision])
-        text = f"saved {target.name}: {len(lora.modules)} modules, rank {', '.join(map(str, lora.ranks))}, {target.stat().st_size / 2**20:.1f} MiB"
+        ranks, size = ", ".join(map(str, lora.ranks)), target.stat().st_size / 2**20
+        text = f"saved {target.name}: {len(lora.modules)} modules, rank {ranks}, {size:.1f} MiB"
         Screen.of(cls.hidden.unique_id).text(text)
         listed = os.path.relpath(target, loras_folder(folder))
         return io.NodeOutput(listed, str(target), ui={"ltx_text": [f"{text}\n{target}"]})

@@ -39,7 +39,8 @@ class ComfyCodec:
         part = self.parts[component]
         if part is None:
             socket = {"video_vae": "vae", "audio_vae": "audio_vae", "text_encoder": "clip"}[component]
-            raise CheckpointError("codec.socket", f"The socket {socket} is needed and nothing is plugged in.", "Plug in all of vae, clip and (for sound) audio_vae, or none of them.")
+            raise CheckpointError("codec.socket", f"The socket {socket} is needed and nothing is plugged "
+                f"in.", "Plug in all of vae, clip and (for sound) audio_vae, or none of them.")
         return part
 
     def fingerprint(self, component: str) -> str:
@@ -88,7 +89,8 @@ class ComfyCodec:
         wanted = sum(self.model.widths) if kind == "v2" else tokens.shape[-1] if kind == "t5" else self.model.widths[0]
         if tokens.shape[-1] != wanted and not (kind == "v1" and extra.get("unprocessed_ltxav_embeds")):
             raise CheckpointError(
-                "codec.clip", f"The CLIP gives features of width {tokens.shape[-1]}; {self.model.title} reads {wanted}.", "Load the text encoder of this model's family.",
+                "codec.clip", f"The CLIP gives features of width {tokens.shape[-1]}; {self.model.title} reads "
+                    f"{wanted}.", "Load the text encoder of this model's family.",
             )  # fmt: skip
         if kind == "v2":
             video, audio = tokens.split(list(self.model.widths), dim=-1)
@@ -124,7 +126,9 @@ class _Report:
         self.screen.text(f"{name} {message}".strip())
         yield
 
-    def progress(self, phase: str, done: int, total: int | None = None, *, unit: str = "", message: str = "", eta: float | None = None) -> None:
+    def progress(
+        self, phase: str, done: int, total: int | None = None, *, unit: str = "", message: str = "", eta: float | None = None
+    ) -> None:
         if done == total or time.monotonic() - self._shown > 0.3:
             self._shown = time.monotonic()
             self.screen.progress(done, total)
@@ -138,7 +142,9 @@ class _Report:
             raise self.screen.interrupted()
 
 
-def encode_here(model: sockets.LtxModel, data: DataSection, codec: ComfyCodec, screen: Screen, *, mode_name: str, prompts: list[str], with_audio: bool) -> tuple[Path, list[str]]:
+def encode_here(
+    model: sockets.LtxModel, data: DataSection, codec: ComfyCodec, screen: Screen, *, mode_name: str, prompts: list[str], with_audio: bool
+) -> tuple[Path, list[str]]:
     """Encode a dataset with ComfyUI's models: (the cache folder, warnings)."""
     from .compose import mode
 

@@ -21,7 +21,7 @@ def settled_data(dataset: sockets.LtxDataset, model: sockets.LtxModel, encoder: 
     """A dataset with its cache place, and an index of its own for these settings, this model and this encoder."""
     data = dataset.data
     first = Path(data.sources[0].path) if data.sources else None
-    told = data.model_dump(mode="json", exclude={"index", "cache_dir", "num_dataloader_workers", "preprocess_workers", "preprocess_batch_size"})
+    told = data.model_dump(mode="json", exclude={"index", *DataSection.free_fields()})
     index = f"{_slug(dataset.name)}-{model.family}-{digest([told, model.family, encoder, fingerprint], 8)}.json"
     return data.model_copy(update={"cache_dir": str(paths.cache_root(first)), "index": index})
 
@@ -31,7 +31,15 @@ def _slug(name: str) -> str:
     return kept[:40] or "dataset"
 
 
-def preprocess_job(model: sockets.LtxModel, data: DataSection, *, mode_name: str = "", prompts: Sequence[str] = (), with_audio: bool = True, overwrite: bool = False, acceleration: Mapping[str, Any] | None = None) -> PreprocessJob:
+def preprocess_job(
+    model: sockets.LtxModel,
+    data: DataSection,
+    *,
+    mode_name: str = "",
+    prompts: Sequence[str] = (),
+    with_audio: bool = True,
+    acceleration: Mapping[str, Any] | None = None,
+) -> PreprocessJob:
     """The job that encodes a dataset; its folder is named by what it encodes."""
     return PreprocessJob.parse(
         {
@@ -41,7 +49,6 @@ def preprocess_job(model: sockets.LtxModel, data: DataSection, *, mode_name: str
             "acceleration": dict(acceleration or {}),
             "prompts": list(prompts),
             "with_audio": with_audio and model.audio,
-            "overwrite": overwrite,
             "output_dir": str(paths.jobs_root() / f"encode-{Path(data.index).stem}"),
         }
     )
@@ -77,7 +84,8 @@ def train_config(
     if learning_rate:
         optimization["learning_rate"] = learning_rate
     if optimization.get("warmup_steps", 0) >= steps:
-        raise ConfigError("optimizer.warmup", f"warmup_steps {optimization['warmup_steps']} must be below steps {steps}.", "Lower the warm-up, or train longer.")
+        raise ConfigError("optimizer.warmup", f"warmup_steps {optimization['warmup_steps']} must be below steps "
+            f"{steps}.", "Lower the warm-up, or train longer.")
     validation = by_section.pop("validation", {})
     validation["samples"] = [*samples, *validation.get("samples", [])]
     checkpoints = {"interval": min(250, steps), "keep_last_n": 3, **by_section.pop("checkpoints", {})}
@@ -98,7 +106,14 @@ def train_config(
     )
 
 
-def sample_job(model: sockets.LtxModel, validation: Mapping[str, Any], loras: Sequence[tuple[str, float]], *, seed: int, acceleration: Mapping[str, Any] | None = None) -> SampleJob:
+def sample_job(
+    model: sockets.LtxModel,
+    validation: Mapping[str, Any],
+    loras: Sequence[tuple[str, float]],
+    *,
+    seed: int,
+    acceleration: Mapping[str, Any] | None = None,
+) -> SampleJob:
     """The job that makes clips; its folder is named by what it makes, so that the same one is found again."""
     told = {
         "model": model.section.model_dump(),

@@ -35,25 +35,35 @@ class LTXTrainDataset(io.ComfyNode):
             node_id="LTXTrainDataset",
             display_name="LTX Dataset",
             category=sockets.CATEGORY,
-            description="Clips and captions for training: a folder (captions in .txt files beside the clips) or a .csv, .json or .jsonl file. Reports on every clip before anything is loaded.",
+            description="Clips and captions for training: a folder (captions in .txt files beside the clips) or a .csv, .json or .jsonl "
+                "file. Reports on every clip before anything is loaded.",
             search_aliases=["ltx", "train", "clips", "captions", "folder"],
             is_output_node=True,
             inputs=[
-                io.Combo.Input("dataset", options=[*paths.datasets(), NONE], tooltip="A folder or dataset file below ComfyUI's input and datasets folders."),
-                io.String.Input("path", default="", optional=True, advanced=True, tooltip="A path instead: input/..., datasets/..., output/..., or a folder that the server's owner allows."),
-                io.String.Input("buckets", default="auto", optional=True, tooltip="Sizes to train at, such as 768x512x49;512x768x49;768x512 (width x height x frames). auto proposes them from the clips."),
-                io.Int.Input("token_budget", optional=True, default=4096, min=1, max=1_000_000, advanced=True, tooltip="With auto buckets: latent tokens a clip may have (768x512x49 has 2,688)."),
+                io.Combo.Input("dataset", options=[*paths.datasets(), NONE], tooltip="A folder or dataset file below ComfyUI's input and "
+                    "datasets folders."),
+                io.String.Input("path", default="", optional=True, advanced=True, tooltip="A path instead: input/..., datasets/..., "
+                    "output/..., or a folder that the server's owner allows."),
+                io.String.Input("buckets", default="auto", optional=True, tooltip="Sizes to train at, such as "
+                    "768x512x49;512x768x49;768x512 (width x height x frames). auto proposes them from the clips."),
+                io.Int.Input("token_budget", optional=True, default=4096, min=1, max=1_000_000, advanced=True,
+                    tooltip="With auto buckets: latent tokens a clip may have (768x512x49 has 2,688)."),
                 *schema.inputs_of(Captions, CAPTION_FIELDS, basic=BASIC),
                 *schema.inputs_of(ClipOptions, CLIP_FIELDS, basic=BASIC),
                 io.Int.Input("repeats", optional=True, default=1, min=1, max=10000, tooltip="Times an epoch each clip is seen."),
-                io.Float.Input("weight", optional=True, default=1.0, min=0.0, max=100.0, step=0.1, advanced=True, tooltip="Factor on the loss of these clips."),
-                io.Float.Input("caption_dropout", optional=True, default=0.0, min=0.0, max=1.0, step=0.01, advanced=True, tooltip="Share of samples that train with an empty caption."),
+                io.Float.Input("weight", optional=True, default=1.0, min=0.0, max=100.0, step=0.1, advanced=True,
+                    tooltip="Factor on the loss of these clips."),
+                io.Float.Input("caption_dropout", optional=True, default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
+                    tooltip="Share of samples that train with an empty caption."),
                 *[
-                    io.String.Input(role, default="", optional=True, advanced=True, tooltip=f"Folder with a {role.replace('_', ' ')} of the same name for each clip.")
+                    io.String.Input(role, default="", optional=True, advanced=True, tooltip=f"Folder with a {role.replace('_', ' ')} of "
+                        f"the same name for each clip.")
                     for role in ROLE_FIELDS
                 ],
-                sockets.Settings["clips"].Input("clips", optional=True, tooltip="From LTX Clip Settings: how clips are cut, scaled and cleaned, reference factors."),
-                sockets.Dataset.Input("previous", optional=True, tooltip="Another dataset that is trained together with this one; its sizes and cutting are kept per dataset where given."),
+                sockets.Settings["clips"].Input("clips", optional=True, tooltip="From LTX Clip Settings: how clips are cut, scaled and "
+                    "cleaned, reference factors."),
+                sockets.Dataset.Input("previous", optional=True, tooltip="Another dataset that is trained together with this one; its "
+                    "sizes and cutting are kept per dataset where given."),
             ],
             outputs=[sockets.Dataset.Output("ltx_dataset", display_name="ltx_dataset"), io.String.Output("report", display_name="report")],
             hidden=[io.Hidden.unique_id],
@@ -125,13 +135,15 @@ def samples_of(data: DataSection):
 
 def look(data: DataSection, screen: Screen) -> Report:
     """The report on a dataset, from headers alone."""
-    return make_report(samples_of(data), lambda probes: data.buckets(FACTORS, lambda: probes), data.clips, FACTORS, progress=screen.progress)
+    buckets = lambda probes: data.buckets(FACTORS, lambda: probes)  # noqa: E731
+    return make_report(samples_of(data), buckets, data.clips, FACTORS, progress=screen.progress)
 
 
 def report_text(report: Report, limit: int = 60) -> str:
     """The report for reading: totals, warnings, findings with their fix, then a line a clip (those with faults first)."""
     plain = report.to_json()
-    lines = [f"{report.usable} of {report.total} clips usable, {plain['pieces']} pieces, {plain['seconds']:.1f} s, {plain['with_audio']} with sound"]
+    lines = [f"{report.usable} of {report.total} clips usable, {plain['pieces']} pieces, {plain['seconds']:.1f} s, {plain['with_audio']} "
+        f"with sound"]
     lines.append("buckets: " + (", ".join(f"{name} ({count})" for name, count in plain["buckets"].items()) or "none"))
     lines += [f"! {warning}" for warning in report.warnings]
     for code, found in plain["findings"].items():
@@ -147,12 +159,16 @@ def clip_line(row: dict[str, Any]) -> str:
     """One clip: what is used of it, or why it is left out."""
     if not row["usable"]:
         return f"x {row['id']}: {'; '.join(f['message'] for f in row['findings'] if f['refused'])}"
-    used = f"{row.get('frames_used', 0)} of {row.get('frames', 0)} frames at {row.get('used_fps', 0):g}" if row.get("kind") == "video" else row.get("kind", "")
-    return f"+ {row['id']}: {row.get('bucket') or 'sound'}, {used}, {row.get('used_seconds', 0):g} s{', sound' if row.get('audio') else ''}: {row['caption'][:60]}"
+    used = row.get("kind", "")
+    if used == "video":
+        used = f"{row.get('frames_used', 0)} of {row.get('frames', 0)} frames at {row.get('used_fps', 0):g}"
+    place, sound = row.get("bucket") or "sound", ", sound" if row.get("audio") else ""
+    return f"+ {row['id']}: {place}, {used}, {row.get('used_seconds', 0):g} s{sound}: {row['caption'][:60]}"
 
 
 def table(report: Report, limit: int = 200) -> list[dict[str, Any]]:
     """The rows for the node's table, the ones with faults first."""
     rows = sorted(report.to_json()["clips"], key=lambda row: row["usable"])[:limit]
     keep = ("id", "usable", "kind", "bucket", "frames", "frames_used", "used_fps", "used_seconds", "caption")
-    return [{**{k: row.get(k) for k in keep}, "sound": bool(row.get("audio")), "findings": [f["message"] for f in row["findings"]]} for row in rows]
+    more = lambda row: {"sound": bool(row.get("audio")), "findings": [f["message"] for f in row["findings"]]}  # noqa: E731
+    return [{**{k: row.get(k) for k in keep}, **more(row)} for row in rows]

@@ -137,7 +137,8 @@ def follow(child: Child, screen: Screen, *, deadline: float = STOP_DEADLINE) -> 
     if outcome is None:
         raise RunError("run.unknown", f"How the run {child.run.name} ended is not known.", f"See {child.run.log_path}.")
     if outcome.state == "stopped":
-        raise RunError("run.stopped", f"The run {child.run.name} was stopped at step {child.run.read_status().step}.", "Queue it again to go on from there.")
+        raise RunError("run.stopped", f"The run {child.run.name} was stopped at step "
+            f"{child.run.read_status().step}.", "Queue it again to go on from there.")
     outcome.raise_for_error()
     return outcome
 
@@ -229,7 +230,8 @@ class View:
 
 def plain(event: Event) -> dict[str, Any]:
     """An event for the web client; a traceback stays in the file."""
-    return event.model_dump(mode="json", exclude_defaults=True, exclude={"traceback"}) | {"type": event.type, "seq": event.seq, "t": event.t}
+    told = event.model_dump(mode="json", exclude_defaults=True, exclude={"traceback"})
+    return told | {"type": event.type, "seq": event.seq, "t": event.t}
 
 
 def describe(event: Event) -> str:

@@ -29,16 +29,20 @@ class LTXTrainLoadModel(io.ComfyNode):
             node_id="LTXTrainLoadModel",
             display_name="LTX Model for Training",
             category=sockets.CATEGORY,
-            description="Chooses the files of an LTX model (LTX-Video, LTX-2, 2.3, 2.5). The family is read from the file. Nothing is loaded into memory here.",
+            description="Chooses the files of an LTX model (LTX-Video, LTX-2, 2.3, 2.5). The family is read from the file. Nothing is "
+                "loaded into memory here.",
             search_aliases=["ltx", "train", "checkpoint", "lora trainer"],
             inputs=[
-                io.Combo.Input("model", options=paths.model_files(*MODEL_FOLDERS), tooltip="A file of models/checkpoints or models/diffusion_models."),
+                io.Combo.Input("model", options=paths.model_files(*MODEL_FOLDERS), tooltip="A file of models/checkpoints or "
+                    "models/diffusion_models."),
                 io.Combo.Input(
                     "text_encoder", options=[AUTO, IN_MODEL, *paths.model_files("text_encoders"), *paths.encoder_folders()],
                     tooltip="auto takes the first file of models/text_encoders that fits the model (T5, Gemma 3 or LTX's Gemma 4).",
                 ),
-                io.Combo.Input("video_vae", options=[AUTO, *paths.model_files("vae")], tooltip="auto: the one inside the model file, else the first fitting file of models/vae."),
-                io.Combo.Input("audio_vae", options=[AUTO, *paths.model_files("vae")], tooltip="auto: the one inside the model file, else the first fitting file of models/vae."),
+                io.Combo.Input("video_vae", options=[AUTO, *paths.model_files("vae")], tooltip="auto: the one inside the model file, else "
+                    "the first fitting file of models/vae."),
+                io.Combo.Input("audio_vae", options=[AUTO, *paths.model_files("vae")], tooltip="auto: the one inside the model file, else "
+                    "the first fitting file of models/vae."),
             ],
             outputs=[sockets.Model.Output("ltx_model", display_name="ltx_model")],
         )  # fmt: skip
@@ -117,9 +121,12 @@ def _described(main: Path, given: dict[str, Path | None], chosen: dict[str, str]
     )
     family, config = checkpoint.family, checkpoint.transformer
     if config is None:
-        raise CheckpointError("checkpoint.no_transformer", f"{main.name} holds no LTX transformer.", "Choose the model itself, not a VAE or an encoder.")
+        raise CheckpointError("checkpoint.no_transformer", f"{main.name} holds no LTX transformer.", "Choose the model itself, not a VAE "
+            "or an encoder.")
     widths = family.features if family.feature_kind != "v2" else (config.cross_attention_dim, config.audio_cross_attention_dim or 0)
-    found = sockets.LtxModel(section, family.name, family.title, family.audio, family.feature_kind, widths, checkpoint.fingerprint, dict(checkpoint.missing))
+    found = sockets.LtxModel(
+        section, family.name, family.title, family.audio, family.feature_kind, widths, checkpoint.fingerprint, dict(checkpoint.missing)
+    )
     return replace(found, summary=_summary(checkpoint, found, chosen))
 
 
@@ -136,7 +143,8 @@ def _summary(checkpoint: Checkpoint, found: sockets.LtxModel, chosen: dict[str, 
         lines.append("stored as " + ", ".join(f"{name} ({count} weights)" for name, count in stored.items()))
     for role in ("text_encoder", "video_vae", "audio_vae"):
         if checkpoint.has(role):
-            lines.append(f"{role.replace('_', ' ')}: {checkpoint.components[role].files[0].name}{' (auto)' if chosen[role] == AUTO else ''}")
+            lines.append(f"{role.replace('_', ' ')}: "
+                f"{checkpoint.components[role].files[0].name}{' (auto)' if chosen[role] == AUTO else ''}")
     lines += [f"missing {name.replace('_', ' ')}: put {file} into its folder" for name, file in found.missing.items()]
     return "\n".join(lines)
 
@@ -145,4 +153,5 @@ def need(model: sockets.LtxModel, *components: str) -> None:
     """Raise CheckpointError when a component that a job needs is in none of the files."""
     for name in components:
         if name in model.missing:
-            raise CheckpointError("checkpoint.missing_component", f"The {name.replace('_', ' ')} of {model.title} is missing.", f"Put {model.missing[name]} into its folder.")
+            raise CheckpointError("checkpoint.missing_component", f"The {name.replace('_', ' ')} of {model.title} is "
+                f"missing.", f"Put {model.missing[name]} into its folder.")

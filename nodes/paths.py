@@ -97,7 +97,8 @@ def resolve(text: str, *, what: str = "dataset") -> Path:
     plain = Path(text).expanduser()
     found = plain if plain.is_absolute() else _labelled(text)
     if found is None or not found.exists():
-        raise DataError("path.missing", f"There is no {what} at {text[:80]}.", f"Folders searched: {', '.join(str(path) for _, path in roots())}")
+        searched = ", ".join(str(path) for _, path in roots())
+        raise DataError("path.missing", f"There is no {what} at {text[:80]}.", f"Folders searched: {searched}")
     if any(inside(root, found) for _, root in roots()) or (only_this_machine() and Settings.read().free_paths and plain.is_absolute()):
         return found
     raise DataError(
@@ -147,8 +148,8 @@ def _walk(root: Path, depth: int) -> Iterator[Path]:
             if any(Path(child.name).suffix.lower() in MEDIA_EXTENSIONS or child.is_dir() for child in _entries(path)):
                 yield path
             yield from _walk(path, depth - 1)
-        elif path.suffix.lower() in TABLES and (depth > 1 or path.suffix.lower() != ".json"):  # deeper, .json files are captions beside clips
-            yield path
+        elif path.suffix.lower() in TABLES and (depth > 1 or path.suffix.lower() != ".json"):
+            yield path  # deeper down, .json files are captions beside clips
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:
@@ -241,7 +242,8 @@ def model_file(name: str, *folders: str) -> Path:
         path = folder_paths.get_full_path(folder, name)
         if path is not None:
             return Path(path)
-    raise DataError("model.missing", f"The model file {name[:80]} is not there.", f"Put it into ComfyUI's folder {' or '.join(folders)} and press R, or choose another one.")
+    raise DataError("model.missing", f"The model file {name[:80]} is not "
+        f"there.", f"Put it into ComfyUI's folder {' or '.join(folders)} and press R, or choose another one.")
 
 
 def encoder_folders() -> list[str]:

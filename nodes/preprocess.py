@@ -28,16 +28,20 @@ class LTXTrainPreprocess(io.ComfyNode):
             node_id="LTXTrainPreprocess",
             display_name="LTX Encode Dataset",
             category=sockets.CATEGORY,
-            description="Encodes clips, sound and captions into a cache on disk, before training. Without VAE and CLIP it runs in a process of its own; with them it uses the models that ComfyUI has loaded.",
+            description="Encodes clips, sound and captions into a cache on disk, before training. Without VAE and CLIP it runs in a "
+                "process of its own; with them it uses the models that ComfyUI has loaded.",
             search_aliases=["ltx", "train", "latents", "cache", "preprocess"],
             is_output_node=True,
             inputs=[
                 sockets.Model.Input("ltx_model", tooltip="From LTX Model for Training."),
                 sockets.Dataset.Input("ltx_dataset", tooltip="From LTX Dataset."),
-                io.Combo.Input("mode", options=[ANY_MODE, *compose.MODE_NAMES], tooltip="Encode what this mode needs; any: every stream and every reference that the clips have."),
+                io.Combo.Input("mode", options=[ANY_MODE, *compose.MODE_NAMES], tooltip="Encode what this mode needs; any: every stream "
+                    "and every reference that the clips have."),
                 io.Boolean.Input("with_audio", default=True, tooltip="Encode sound where clips have it and the model knows sound."),
-                io.String.Input("prompts", default="", multiline=True, optional=True, advanced=True, tooltip="Prompts of later previews, one a line, so that training needs no text encoder."),
-                io.Vae.Input("vae", optional=True, tooltip="ComfyUI's video VAE: encode here instead of in a process of its own (with clip, and audio_vae for sound)."),
+                io.String.Input("prompts", default="", multiline=True, optional=True, advanced=True, tooltip="Prompts of later previews, "
+                    "one a line, so that training needs no text encoder."),
+                io.Vae.Input("vae", optional=True, tooltip="ComfyUI's video VAE: encode here instead of in a process of its own (with "
+                    "clip, and audio_vae for sound)."),
                 io.Clip.Input("clip", optional=True, tooltip="ComfyUI's text encoder of this model."),
                 io.Vae.Input("audio_vae", optional=True, tooltip="ComfyUI's audio VAE of this model."),
                 sockets.Settings["memory"].Input("memory", optional=True, tooltip="From LTX Memory Settings."),
@@ -60,29 +64,48 @@ class LTXTrainPreprocess(io.ComfyNode):
         memory: sockets.SettingsOf | None = None,
     ) -> io.NodeOutput:
         screen = Screen.of(cls.hidden.unique_id)
-        mode_name = "" if mode == ANY_MODE else mode
-        texts = prompts_of(prompts)
+        wanted = {"mode_name": "" if mode == ANY_MODE else mode, "prompts": prompts_of(prompts), "with_audio": with_audio}
         if vae is not None or clip is not None or audio_vae is not None:
-            cache, text = encode_with_comfy(ltx_model, ltx_dataset, screen, {"vae": vae, "clip": clip, "audio_vae": audio_vae}, mode_name=mode_name, prompts=texts, with_audio=with_audio)
+            given = {"vae": vae, "clip": clip, "audio_vae": audio_vae}
+            cache, text = encode_with_comfy(ltx_model, ltx_dataset, screen, given, **wanted)
         else:
-            cache, text = encode_in_child(ltx_model, ltx_dataset, screen, mode_name=mode_name, prompts=texts, with_audio=with_audio, acceleration=memory.fields if memory else None)
+            cache, text = encode_in_child(ltx_model, ltx_dataset, screen, acceleration=memory.fields if memory else None, **wanted)
         screen.text(text.splitlines()[0])
         return io.NodeOutput(cache, text, ui={"ltx_text": [text]})
 
 
-def encode_with_comfy(model: sockets.LtxModel, dataset: sockets.LtxDataset, screen: Screen, sockets_given: dict[str, Any], *, mode_name: str, prompts: list[str], with_audio: bool):
+def encode_with_comfy(
+    model: sockets.LtxModel,
+    dataset: sockets.LtxDataset,
+    screen: Screen,
+    given: dict[str, Any],
+    *,
+    mode_name: str,
+    prompts: list[str],
+    with_audio: bool,
+) -> tuple[sockets.LtxCache, str]:
     """Encode here with ComfyUI's models; the training then takes the cache as it is."""
     from .codec import ComfyCodec, encode_here
 
-    codec = ComfyCodec(model, **sockets_given)
+    codec = ComfyCodec(model, **given)
     prints = "-".join(codec.fingerprint(c) for c in ("video_vae", "audio_vae", "text_encoder") if codec.has(c))
     data = compose.settled_data(dataset, model, "comfyui", prints)
     root, warnings = encode_here(model, data, codec, screen, mode_name=mode_name, prompts=prompts, with_audio=with_audio)
-    plain = DataSection.model_validate({**data.model_dump(), "sources": [], "dataset": None, "cache_dir": None, "preprocessed_data_root": str(root)})
+    as_it_is = {"sources": [], "dataset": None, "cache_dir": None, "preprocessed_data_root": str(root)}
+    plain = DataSection.model_validate({**data.model_dump(), **as_it_is})
     return sockets.LtxCache(plain, dataset.name, model.family, "comfyui"), "\n".join([cache_text(root, data.index), *warnings])
 
 
-def encode_in_child(model: sockets.LtxModel, dataset: sockets.LtxDataset, screen: Screen, *, mode_name: str, prompts: list[str], with_audio: bool, acceleration: Any = None):
+def encode_in_child(
+    model: sockets.LtxModel,
+    dataset: sockets.LtxDataset,
+    screen: Screen,
+    *,
+    mode_name: str,
+    prompts: list[str],
+    with_audio: bool,
+    acceleration: Any = None,
+) -> tuple[sockets.LtxCache, str]:
     """Encode in a child with the engine's own networks; nothing is started when the same was done before."""
     need(model, "text_encoder", "video_vae", *(("audio_vae",) if with_audio and model.audio else ()))
     data = compose.settled_data(dataset, model)

@@ -1,4 +1,4 @@
-"""HTTP routes for the web client: runs, their events and samples, what a model file is, and stop, save, sample. No path leaves ComfyUI's folders."""
+"""HTTP routes for the web client: runs, events, samples, what a model file is; stop, save, sample. No path leaves ComfyUI's folders."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .follow import plain
 log = logging.getLogger(__name__)
 BATCH = 4 * 2**20
 """Bytes of events in one answer; the client asks again from the offset it got."""
+TOLD = {"state", "kind", "phase", "step", "total", "loss", "started", "ended", "error", "hint", "attempt", "notch"}
 SAMPLE_TYPES = {".mp4": "video/mp4", ".png": "image/png", ".wav": "audio/wav"}
 
 
@@ -77,7 +78,7 @@ def _offset(text: str) -> int:
 
 def told(status: Status) -> dict[str, Any]:
     """A status for the web client: no host names, no process numbers."""
-    return status.model_dump(mode="json", include={"state", "kind", "phase", "step", "total", "loss", "started", "ended", "error", "hint", "attempt", "notch"})
+    return status.model_dump(mode="json", include=TOLD)
 
 
 def _runs() -> list[dict[str, Any]]:

@@ -74,7 +74,13 @@ def fields_of(section: type[Section], only: Iterable[str] | None = None, leave: 
 
 
 def inputs_of(
-    section: type[Section], only: Iterable[str] | None = None, leave: Iterable[str] = (), *, prefix: str = "", basic: Iterable[str] | None = None, defaults: Mapping[str, Any] | None = None
+    section: type[Section],
+    only: Iterable[str] | None = None,
+    leave: Iterable[str] = (),
+    *,
+    prefix: str = "",
+    basic: Iterable[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[io.Input]:
     """One input a field, with its default, bounds and description.
 
@@ -98,7 +104,8 @@ def input_of(name: str, info: FieldInfo, default: Any, *, advanced: bool = False
         options = [str(choice) for choice in kind.choices]
         options = ([NOT_SET] if kind.optional else []) + options
         if kind.type in (int, float):
-            return io.String.Input(name, default=_text(default), **common | {"tooltip": f"{tip} One of {', '.join(options)}, or a number.".strip()})
+            return io.String.Input(name, default=_text(default), **common | {"tooltip": f"{tip} One of {', '.join(options)}, or a "
+                f"number.".strip()})
         return io.Combo.Input(name, options=options, default=NOT_SET if default is None else str(default), **common)
     if kind.type is bool:
         if kind.optional:
@@ -204,7 +211,8 @@ def _numbers(name: str, text: str) -> list[float | None]:
     try:
         return [None if part.strip() in ("None", "") else float(part) for part in text.strip("()[] ").split(",")]
     except ValueError as error:
-        raise ConfigError("widget.numbers", f"{name}: {text!r:.60} is no list of numbers.", "Write numbers with commas between, such as 0.9, 0.999.") from error
+        raise ConfigError("widget.numbers", f"{name}: {text!r:.60} is no list of "
+            f"numbers.", "Write numbers with commas between, such as 0.9, 0.999.") from error
 
 
 def lines_of(text: str) -> list[str]:
@@ -218,7 +226,8 @@ def pairs_of(name: str, text: str) -> dict[str, Any]:
     for line in lines_of(text):
         key, sign, value = line.partition("=")
         if not sign or not key.strip():
-            raise ConfigError("widget.pairs", f"{name}: {line!r:.60} has no 'name = value' form.", "Write one entry a line, such as audio = 16.")
+            raise ConfigError("widget.pairs", f"{name}: {line!r:.60} has no 'name = value' "
+                f"form.", "Write one entry a line, such as audio = 16.")
         found[key.strip()] = _guess(value.strip())
     return found
 
@@ -235,10 +244,10 @@ def _guess(text: str) -> Any:
 # -- choices that bring fields of their own --------------------------------------------------------------------------
 
 
-def choice_input(name: str, table: Mapping[str, type[Section]], *, default: str, tooltip: str, leave: Iterable[str] = ()) -> io.DynamicCombo.Input:
+def choice_input(name: str, table: Mapping[str, type[Section]], *, default: str, tooltip: str) -> io.DynamicCombo.Input:
     """A dropdown whose options each bring the fields of their class; the default stands first, as the widget has none."""
     order = [default, *(key for key in table if key != default)]
-    options = [io.DynamicCombo.Option(key, inputs_of(table[key], leave=leave)) for key in order]
+    options = [io.DynamicCombo.Option(key, inputs_of(table[key])) for key in order]
     return io.DynamicCombo.Input(name, options=options, tooltip=tooltip, optional=True)
 
 

@@ -1,8 +1,9 @@
-"""The optional settings nodes, derived from the sections of a job: adapter, optimizer, objective, validation, memory, checkpoints, mode, processes."""
+"""The optional settings nodes, derived from a job's sections: adapter, optimizer, objective, previews, memory, snapshots, mode, GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 from comfy_api.latest import io
@@ -41,7 +42,15 @@ class _SettingsNode(io.ComfyNode):
     @classmethod
     def made(cls, node_id: str, title: str, description: str, inputs: list[io.Input]) -> io.Schema:
         output = sockets.Settings[cls.socket].Output(cls.socket, display_name=cls.socket)
-        return io.Schema(node_id=node_id, display_name=title, category=CATEGORY, description=description, search_aliases=["ltx", "train", cls.socket], inputs=inputs, outputs=[output])
+        return io.Schema(
+            node_id=node_id,
+            display_name=title,
+            category=CATEGORY,
+            description=description,
+            search_aliases=["ltx", "train", cls.socket],
+            inputs=inputs,
+            outputs=[output],
+        )
 
     @classmethod
     def execute(cls, **widgets: Any) -> io.NodeOutput:
@@ -60,11 +69,13 @@ class LTXTrainAdapterSettings(_SettingsNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = schema.inputs_of(LoraSection, leave=cls.LEAVE, basic={"kind", "target_modules", "dropout"}, defaults={"target_modules": []})
+        basic = {"kind", "target_modules", "dropout"}
+        inputs = schema.inputs_of(LoraSection, leave=cls.LEAVE, basic=basic, defaults={"target_modules": []})
         for one in inputs:
             if one.id == "target_modules":
                 one.tooltip = f"{one.tooltip} Empty: what suits the mode."
-        return cls.made("LTXTrainAdapterSettings", "LTX Adapter Settings", "Kind of adapter, which modules it is put on, rank and alpha by module.", inputs)
+        return cls.made("LTXTrainAdapterSettings", "LTX Adapter Settings", "Kind of adapter, which modules it is put on, rank and alpha "
+            "by module.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,15 +94,18 @@ class LTXTrainOptimizerSettings(_SettingsNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [
-            schema.choice_input("optimizer_type", OPTIMIZERS, default="adamw", tooltip="The optimizer, with its own parameters. The 8-bit and paged ones need bitsandbytes."),
-            schema.choice_input("scheduler_type", {OWN: schema.Section, **SCHEDULES}, default=OWN, tooltip="How the learning rate falls over the steps; auto: as the optimizer is used."),
+            schema.choice_input("optimizer_type", OPTIMIZERS, default="adamw", tooltip="The optimizer, with its own parameters. The 8-bit "
+                "and paged ones need bitsandbytes."),
+            schema.choice_input("scheduler_type", {OWN: schema.Section, **SCHEDULES}, default=OWN, tooltip="How the learning rate falls "
+                "over the steps; auto: as the optimizer is used."),
             *schema.inputs_of(OptimizationSection, cls.FIELDS, defaults={"batch_size": 1}),
             io.DynamicCombo.Input(
                 "ema", optional=True, tooltip="Keep a running average of the weights, and save and sample that.",
                 options=[io.DynamicCombo.Option("off", []), io.DynamicCombo.Option("on", schema.inputs_of(Ema))],
             ),
         ]  # fmt: skip
-        return cls.made("LTXTrainOptimizerSettings", "LTX Optimizer Settings", "Optimizer, learning-rate schedule, batch size, gradient accumulation, warm-up, clipping, EMA.", inputs)
+        return cls.made("LTXTrainOptimizerSettings", "LTX Optimizer Settings", "Optimizer, learning-rate schedule, batch size, gradient "
+            "accumulation, warm-up, clipping, EMA.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,17 +127,20 @@ class LTXTrainObjectiveSettings(_SettingsNode):
     socket, section = "objective", "flow_matching"
     SAMPLED = ("timestep_sampling_mode", "timestep_sampling_params", "audio_timestep_sampling_mode", "audio_timestep_sampling_params")
     AS_VIDEO = "as the video"
+    BASIC = {"loss", "weighting", "balance", "video_weight", "audio_weight"}
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = [
             schema.choice_input("timestep_sampling_mode", SAMPLERS, default="shifted_logit_normal", tooltip="How noise levels are drawn."),
             schema.choice_input(
-                "audio_timestep_sampling_mode", {cls.AS_VIDEO: schema.Section, **SAMPLERS}, default=cls.AS_VIDEO, tooltip="How noise levels of the sound are drawn."
+                "audio_timestep_sampling_mode", {cls.AS_VIDEO: schema.Section, **SAMPLERS}, default=cls.AS_VIDEO,
+                tooltip="How noise levels of the sound are drawn.",
             ),
-            *schema.inputs_of(FlowMatchingSection, leave=cls.SAMPLED, basic={"loss", "weighting", "balance", "video_weight", "audio_weight"}),
+            *schema.inputs_of(FlowMatchingSection, leave=cls.SAMPLED, basic=cls.BASIC),
         ]
-        return cls.made("LTXTrainObjectiveSettings", "LTX Objective Settings", "Noise levels, loss, weighting, and the balance of video and sound.", inputs)
+        return cls.made("LTXTrainObjectiveSettings", "LTX Objective Settings", "Noise levels, loss, weighting, and the balance of video "
+            "and sound.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,12 +166,14 @@ class LTXTrainValidationSettings(_SettingsNode):
     def define_schema(cls) -> io.Schema:
         inputs = [
             io.String.Input("prompts", default="", multiline=True, tooltip="Further prompts, one a line, beside the train node's."),
-            io.String.Input("first_frames", default="", multiline=True, advanced=True, tooltip="First frames, one image a line for each prompt in order: input/face.png; an empty line for none."),
+            io.String.Input("first_frames", default="", multiline=True, advanced=True, tooltip="First frames, one image a line for each "
+                "prompt in order: input/face.png; an empty line for none."),
             *preview_size(),
             *schema.inputs_of(ValidationSection, cls.FIELDS, basic={"interval", "frame_rate", "seed", "negative_prompt", "generate_audio"}),
             recipe_input(),
         ]
-        return cls.made("LTXTrainValidationSettings", "LTX Preview Settings", "Which clips a run makes while it trains, how large, and how often.", inputs)
+        return cls.made("LTXTrainValidationSettings", "LTX Preview Settings", "Which clips a run makes while it trains, how large, and "
+            "how often.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +181,8 @@ class LTXTrainValidationSettings(_SettingsNode):
         if {"width", "height", "frames"} <= widgets.keys():
             found["video_dims"] = (widgets["width"], widgets["height"], widgets["frames"])
         frames = [line.strip() for line in (widgets.get("first_frames") or "").splitlines()]
-        found["samples"] = [sample_of(text, frames[i] if i < len(frames) else "") for i, text in enumerate(prompts_of(widgets.get("prompts") or ""))]
+        prompts = prompts_of(widgets.get("prompts") or "")
+        found["samples"] = [sample_of(text, frame) for text, frame in zip_longest(prompts, frames[: len(prompts)], fillvalue="")]
         return found
 
 
@@ -194,8 +214,10 @@ OWN_RECIPE, BY_HAND = "the model's own", "by hand"
 
 def recipe_input() -> io.Input:
     """How a sample is made: as the model was made for, or with steps, guidance and schedule set by hand."""
-    options = [io.DynamicCombo.Option(OWN_RECIPE, []), io.DynamicCombo.Option(BY_HAND, [*model_numbers(), *schema.inputs_of(ValidationSection, RECIPE)])]
-    return io.DynamicCombo.Input("recipe", options=options, optional=True, tooltip="Steps, guidance and noise levels: those of the model's own recipe, or set by hand.")
+    by_hand = [*model_numbers(), *schema.inputs_of(ValidationSection, RECIPE)]
+    options = [io.DynamicCombo.Option(OWN_RECIPE, []), io.DynamicCombo.Option(BY_HAND, by_hand)]
+    return io.DynamicCombo.Input("recipe", options=options, optional=True, tooltip="Steps, guidance and noise levels: those of the "
+        "model's own recipe, or set by hand.")
 
 
 def model_numbers() -> list[io.Input]:
@@ -233,11 +255,13 @@ class LTXTrainMemorySettings(_SettingsNode):
     """Precision, quantisation, and what leaves the card."""
 
     socket, section = "memory", "acceleration"
+    BASIC = {"quantization", "mixed_precision_mode", "activation_checkpointing", "stream_blocks", "load_text_encoder_in_8bit"}
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = schema.inputs_of(AccelerationSection, basic={"quantization", "mixed_precision_mode", "activation_checkpointing", "stream_blocks", "load_text_encoder_in_8bit"})
-        return cls.made("LTXTrainMemorySettings", "LTX Memory Settings", "Precision, quantisation, activation checkpointing, streamed blocks: how the model fits onto its card.", inputs)
+        inputs = schema.inputs_of(AccelerationSection, basic=cls.BASIC)
+        return cls.made("LTXTrainMemorySettings", "LTX Memory Settings", "Precision, quantisation, activation checkpointing, streamed "
+            "blocks: how the model fits onto its card.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +276,8 @@ class LTXTrainCheckpointSettings(_SettingsNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = schema.inputs_of(CheckpointsSection, leave=("no_resume",), defaults={"interval": 250, "keep_last_n": 3})
-        return cls.made("LTXTrainCheckpointSettings", "LTX Checkpoint Settings", "How often a run saves its LoRA and a snapshot to go on from.", inputs)
+        return cls.made("LTXTrainCheckpointSettings", "LTX Checkpoint Settings", "How often a run saves its LoRA and a snapshot to go on "
+            "from.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +293,8 @@ class LTXTrainClipSettings(_SettingsNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = schema.inputs_of(ClipOptions, leave=cls.LEAVE)
-        return cls.made("LTXTrainClipSettings", "LTX Clip Settings", "How clips are cut, scaled and cleaned; reference factors for IC-LoRA. For LTX Dataset.", inputs)
+        return cls.made("LTXTrainClipSettings", "LTX Clip Settings", "How clips are cut, scaled and cleaned; reference factors for "
+            "IC-LoRA. For LTX Dataset.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +309,8 @@ class LTXTrainDistributionSettings(_SettingsNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         inputs = schema.inputs_of(DistributedSection, leave=("num_processes",), basic={"devices"})
-        return cls.made("LTXTrainDistributionSettings", "LTX Distribution Settings", "Which GPUs take part, and how processes on several machines meet.", inputs)
+        return cls.made("LTXTrainDistributionSettings", "LTX Distribution Settings", "Which GPUs take part, and how processes on several "
+            "machines meet.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,15 +326,22 @@ class LTXTrainModeSettings(_SettingsNode):
     def define_schema(cls) -> io.Schema:
         modes = {name: row.title for name, row in MODES.items()}
         tip = "; ".join(f"{name}: {title}" for name, title in modes.items())
-        probability = io.Float.Input("first_frame_probability", default=-1.0, min=-1.0, max=1.0, step=0.05, tooltip="Share of the clips whose first frame is given. -1: as the mode has it.")
-        text = 'Instead of the mode\'s: conditions of the stream as the YAML has them, one a line, such as {type: prefix, temporal_boundary: 4}. "none": no condition.'
+        probability = io.Float.Input(
+            "first_frame_probability", default=-1.0, min=-1.0, max=1.0, step=0.05,
+            tooltip="Share of the clips whose first frame is given. -1: as the mode has it.",
+        )  # fmt: skip
+        text = (
+            "Instead of the mode's: conditions of the stream as the YAML has them, one a line, "
+            'such as {type: prefix, temporal_boundary: 4}. "none": no condition.'
+        )
         inputs = [
             io.Combo.Input("base", options=list(MODES), default="t2v_audio", tooltip=tip),
             probability,
             io.String.Input("video_conditions", default="", multiline=True, tooltip=text, advanced=True),
             io.String.Input("audio_conditions", default="", multiline=True, tooltip=text, advanced=True),
         ]
-        return cls.made("LTXTrainModeSettings", "LTX Mode Settings", "A training mode with its conditions changed: what of a clip is given and what is learned.", inputs)
+        return cls.made("LTXTrainModeSettings", "LTX Mode Settings", "A training mode with its conditions changed: what of a clip is "
+            "given and what is learned.", inputs)
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,7 +350,8 @@ class LTXTrainModeSettings(_SettingsNode):
         for stream in ("video", "audio"):
             written = (widgets.get(f"{stream}_conditions") or "").strip()
             if written and streams[stream] is None:
-                raise ConfigError("mode.no_stream", f"The mode {row.name} has no {stream}: {stream}_conditions must be empty.", "Choose a mode with that stream.")
+                raise ConfigError("mode.no_stream", f"The mode {row.name} has no {stream}: {stream}_conditions must be "
+                    f"empty.", "Choose a mode with that stream.")
             if written:
                 streams[stream]["conditions"] = conditions_of(f"{stream}_conditions", written)
         probability = widgets.get("first_frame_probability", -1.0)
@@ -338,12 +373,16 @@ def conditions_of(name: str, text: str) -> list[dict[str, Any]]:
         return []
     found = []
     try:
-        parsed = yaml.safe_load(text) if text.lstrip().startswith("-") else [yaml.safe_load(line) for line in text.splitlines() if line.strip()]
+        lines = [text] if text.lstrip().startswith("-") else [line for line in text.splitlines() if line.strip()]
+        read = [yaml.safe_load(line) for line in lines]
+        parsed = [item for found_here in read for item in (found_here if isinstance(found_here, list) else [found_here])]
     except yaml.YAMLError as error:
-        raise ConfigError("widget.yaml", f"{name} cannot be read: {str(error).splitlines()[0]:.60}", "Write one condition a line: {type: prefix, temporal_boundary: 4}") from error
+        raise ConfigError("widget.yaml", f"{name} cannot be read: "
+            f"{str(error).splitlines()[0]:.60}", "Write one condition a line: {type: prefix, temporal_boundary: 4}") from error
     for item in parsed:
         if not isinstance(item, dict) or "type" not in item:
-            raise ConfigError("widget.yaml", f"{name}: {str(item)!r:.60} is no condition with a type.", "Write one condition a line: {type: prefix, temporal_boundary: 4}")
+            raise ConfigError("widget.yaml", f"{name}: {str(item)!r:.60} is no condition with a "
+                f"type.", "Write one condition a line: {type: prefix, temporal_boundary: 4}")
         found.append(item)
     return found
 

@@ -35,23 +35,32 @@ class LTXTrainLoRA(io.ComfyNode):
             node_id="LTXTrainLoRA",
             display_name="LTX Train LoRA",
             category=sockets.CATEGORY,
-            description="Trains a LoRA in a process of its own and shows loss and previews while it goes. Interrupt saves a snapshot; queueing it again goes on from there.",
+            description="Trains a LoRA in a process of its own and shows loss and previews while it goes. Interrupt saves a snapshot; "
+                "queueing it again goes on from there.",
             search_aliases=["ltx", "train", "finetune", "lora trainer"],
             is_output_node=True,
             inputs=[
                 sockets.Model.Input("ltx_model", tooltip="From LTX Model for Training."),
-                io.MultiType.Input("data", [sockets.Cache, sockets.Dataset], tooltip="An encoded dataset from LTX Encode Dataset, or a dataset, which is then encoded first."),
-                io.String.Input("run_name", default="my_lora", tooltip="The run's folder in output/ltx_train, and the name of its LoRA. The same name with other training settings makes name_002."),
+                io.MultiType.Input("data", [sockets.Cache, sockets.Dataset], tooltip="An encoded dataset from LTX Encode Dataset, or a "
+                    "dataset, which is then encoded first."),
+                io.String.Input("run_name", default="my_lora", tooltip="The run's folder in output/ltx_train, and the name of its LoRA. "
+                    "The same name with other training settings makes name_002."),
                 io.Combo.Input("mode", options=list(compose.MODE_NAMES), default="t2v_audio", tooltip=lines),
                 io.Int.Input("rank", default=32, min=2, max=1024, tooltip="Capacity of the LoRA and size of its file."),
-                io.Float.Input("alpha", default=0.0, min=0.0, max=4096.0, step=1.0, tooltip="The LoRA is scaled by alpha / rank in training, and the file plays at that strength. 0: as the rank."),
-                io.Int.Input("steps", default=2000, min=1, max=1_000_000, tooltip="Optimizer steps in all. Raise it later to go on with the same run."),
-                io.Float.Input("learning_rate", default=1e-4, min=0.0, max=10.0, step=1e-6, round=False, tooltip="0: the optimizer's own default (prodigy: 1)."),
-                io.Int.Input("seed", default=42, min=0, max=schema.MAX_SEED, control_after_generate=io.ControlAfterGenerate.fixed, tooltip="Of noise, data order and the LoRA's start."),
-                io.String.Input("validation_prompt", default="", multiline=True, optional=True, tooltip="Prompts of the previews, one a line. Empty: no previews."),
+                io.Float.Input("alpha", default=0.0, min=0.0, max=4096.0, step=1.0, tooltip="The LoRA is scaled by alpha / rank in "
+                    "training, and the file plays at that strength. 0: as the rank."),
+                io.Int.Input("steps", default=2000, min=1, max=1_000_000, tooltip="Optimizer steps in all. Raise it later to go on with "
+                    "the same run."),
+                io.Float.Input("learning_rate", default=1e-4, min=0.0, max=10.0, step=1e-6, round=False, tooltip="0: the optimizer's own "
+                    "default (prodigy: 1)."),
+                io.Int.Input("seed", default=42, min=0, max=schema.MAX_SEED, control_after_generate=io.ControlAfterGenerate.fixed,
+                    tooltip="Of noise, data order and the LoRA's start."),
+                io.String.Input("validation_prompt", default="", multiline=True, optional=True, tooltip="Prompts of the previews, one a "
+                    "line. Empty: no previews."),
                 io.Int.Input("num_processes", optional=True, default=1, min=1, max=4096, advanced=True, tooltip="Processes, one a GPU."),
-                io.String.Input("warm_start", default="", optional=True, advanced=True, tooltip="Start from this LoRA: a name in ComfyUI's loras folder."),
-                *[sockets.Settings[name].Input(name, optional=True, tooltip=f"From LTX {name.capitalize()} Settings.") for name in SETTINGS],
+                io.String.Input("warm_start", default="", optional=True, advanced=True, tooltip="Start from this LoRA: a name in "
+                    "ComfyUI's loras folder."),
+                *[sockets.Settings[name].Input(name, optional=True, tooltip=f"From {title}.") for name, title in SETTINGS.items()],
             ],
             outputs=[
                 io.LoraModel.Output("lora", display_name="lora"),
@@ -83,10 +92,20 @@ class LTXTrainLoRA(io.ComfyNode):
         results.remember(widgets["run_name"])
         text = found.summary()
         screen.text(text.splitlines()[0])
-        return io.NodeOutput(found.lora_model(), found.loss_map(), found.lora_name, sockets.LtxRun(run.path), ui={"ltx_text": [text], "ltx_run": [run.name]})
+        outputs = (found.lora_model(), found.loss_map(), found.lora_name, sockets.LtxRun(run.path))
+        return io.NodeOutput(*outputs, ui={"ltx_text": [text], "ltx_run": [run.name]})
 
 
-SETTINGS = ("adapter", "optimizer", "objective", "validation", "memory", "checkpoints", "mode_settings", "distribution")
+SETTINGS = {
+    "adapter": "LTX Adapter Settings",
+    "optimizer": "LTX Optimizer Settings",
+    "objective": "LTX Objective Settings",
+    "validation": "LTX Preview Settings",
+    "memory": "LTX Memory Settings",
+    "checkpoints": "LTX Checkpoint Settings",
+    "mode_settings": "LTX Mode Settings",
+    "distribution": "LTX Distribution Settings",
+}
 
 
 def config_of(model: sockets.LtxModel, data: sockets.LtxCache | sockets.LtxDataset, widgets: dict[str, Any]) -> TrainConfig:
@@ -96,7 +115,8 @@ def config_of(model: sockets.LtxModel, data: sockets.LtxCache | sockets.LtxDatas
         section = compose.settled_data(data, model)
     else:
         if data.family != model.family:
-            raise RunError("cache.family", f"The data were encoded for {data.family}; the model is {model.family}.", "Encode them again with this model.")
+            raise RunError("cache.family", f"The data were encoded for {data.family}; the model is "
+                f"{model.family}.", "Encode them again with this model.")
         section = data.data
     warm = (widgets.get("warm_start") or "").strip()
     return compose.train_config(
@@ -131,7 +151,8 @@ def train(config: TrainConfig, screen: Screen, workflow: dict[str, Any] | None =
             log.info("LTX Train: the run %s is at work already: attached to it.", opened.run.name)
             screen.text(f"The run {opened.run.name} is at work already: attached to it.")
         follow(child, screen)
-    raise RunError("run.unfinished", f"The run {Path(config.output_dir).name} ends before its {config.optimization.steps} steps.", "Another process keeps changing it; look at its train.log.")
+    raise RunError("run.unfinished", f"The run {Path(config.output_dir).name} ends before its {config.optimization.steps} "
+        f"steps.", "Another process keeps changing it; look at its train.log.")
 
 
 def _keep_workflow(opened: OpenedRun, workflow: dict[str, Any] | None) -> None:
@@ -237,7 +258,8 @@ class Results:
             return "no name"
         found = []
         for run in runs:
-            files = [run.events_path, *sorted(run.checkpoints.glob("*.safetensors")), paths.loras_root() / LORA_FOLDER / f"{run.name}.safetensors"]
+            published = paths.loras_root() / LORA_FOLDER / f"{run.name}.safetensors"
+            files = [run.events_path, *sorted(run.checkpoints.glob("*.safetensors")), published]
             found += [f"{f}|{f.stat().st_size}|{f.stat().st_mtime_ns}" for f in files if f.exists()]
         return "\n".join(found) or "nothing"
 

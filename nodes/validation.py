@@ -30,7 +30,8 @@ class LTXTrainSample(io.ComfyNode):
             node_id="LTXTrainSample",
             display_name="LTX Sample",
             category=sockets.CATEGORY,
-            description="Makes a clip (or a picture, or sound) as the previews of a run are made: the model's own schedule and guidance, with the run's LoRA.",
+            description="Makes a clip (or a picture, or sound) as the previews of a run are made: the model's own schedule and guidance, "
+                "with the run's LoRA.",
             search_aliases=["ltx", "preview", "validation", "generate"],
             inputs=[
                 sockets.Model.Input("ltx_model", tooltip="From LTX Model for Training."),
@@ -41,13 +42,18 @@ class LTXTrainSample(io.ComfyNode):
                 io.Int.Input("seed", default=42, min=0, max=schema.MAX_SEED, control_after_generate=True, tooltip="Of the noise."),
                 io.Boolean.Input("generate_audio", default=True, tooltip="Make sound, where the model knows sound."),
                 sockets.Run.Input("ltx_run", optional=True, tooltip="A run: its last LoRA is applied."),
-                io.Combo.Input("lora_name", options=[NO_LORA, *paths.model_files("loras")], optional=True, tooltip="A LoRA of ComfyUI's loras folder, beside or instead of the run's."),
+                io.Combo.Input("lora_name", options=[NO_LORA, *paths.model_files("loras")], optional=True,
+                    tooltip="A LoRA of ComfyUI's loras folder, beside or instead of the run's."),
                 io.Float.Input("strength", default=1.0, min=-10.0, max=10.0, step=0.05, tooltip="Strength of the LoRA."),
                 io.Image.Input("first_frame", optional=True, tooltip="The clip's first frame is given."),
                 recipe_input(),
                 sockets.Settings["memory"].Input("memory", optional=True, tooltip="From LTX Memory Settings."),
             ],
-            outputs=[io.Image.Output("images", display_name="images"), io.Audio.Output("audio", display_name="audio"), io.Video.Output("video", display_name="video")],
+            outputs=[
+                io.Image.Output("images", display_name="images"),
+                io.Audio.Output("audio", display_name="audio"),
+                io.Video.Output("video", display_name="video"),
+            ],
             hidden=[io.Hidden.unique_id],
         )  # fmt: skip
 
@@ -65,7 +71,8 @@ class LTXTrainSample(io.ComfyNode):
         screen = Screen.of(cls.hidden.unique_id)
         loras = [(str(path), widgets.get("strength", 1.0)) for path in lora_files(widgets)]
         memory = widgets.get("memory")
-        job = compose.sample_job(ltx_model, section_of(prompt, widgets), loras, seed=widgets["seed"], acceleration=memory.fields if memory else None)
+        section, settings = section_of(prompt, widgets), memory.fields if memory else None
+        job = compose.sample_job(ltx_model, section, loras, seed=widgets["seed"], acceleration=settings)
         run, mark = RunDir(job.output_dir), Path(job.output_dir) / "sampled.json"
         if not (jobs.done_before(run, mark, {"job": job.fingerprint()}) and newest_sample(run) is not None):
             jobs.carry_out(job, screen)

@@ -41,7 +41,7 @@ class Server:
         env = {**os.environ, "LTX_TINY_GEMMA3": json.dumps(sizes), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.tail()
             try:
@@ -81,7 +81,7 @@ class Server:
         assert not answer.get("node_errors"), answer["node_errors"]
         return answer["prompt_id"]
 
-    def wait(self, prompt_id: str, timeout: float = 300) -> "History":
+    def wait(self, prompt_id: str, timeout: float = 900) -> "History":
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             found = self.get(f"/history/{prompt_id}").get(prompt_id)
@@ -90,7 +90,7 @@ class Server:
             time.sleep(0.2)
         raise AssertionError(f"the prompt did not end in {timeout} s:\n{self.tail()}")
 
-    def run(self, prompt: dict, timeout: float = 300) -> "History":
+    def run(self, prompt: dict, timeout: float = 900) -> "History":
         return self.wait(self.queue(prompt), timeout)
 
     # -- what our runs say --
@@ -99,7 +99,7 @@ class Server:
 
         return RunDir(self.base / "output" / "ltx_train" / name)
 
-    def until(self, what, timeout: float = 180, text: str = ""):
+    def until(self, what, timeout: float = 600, text: str = ""):
         """Wait until ``what()`` is true; its value."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

@@ -97,7 +97,7 @@ def test_comfyui_and_child_killed_the_same_prompt_takes_the_run_up(own, workflow
     child = run.lock.owner().pid
     os.kill(child, signal.SIGKILL)
     own.stop(signal.SIGKILL)
-    own.until(lambda: gone(child), 20)
+    own.until(lambda: gone(child))
     assert run.status().state == "lost"
     own.start()
     own.run(train(workflow, "taken up", 40)).good()

@@ -62,7 +62,7 @@ def test_a_lora_is_trained_and_stock_nodes_play_it(server, workflow, family):
         renamed = json.loads(json.dumps(sample).replace('["2', f'["{part}2')) if part == "without" else sample
         prompt |= {(f"{part}{key}" if part == "without" else key): value for key, value in renamed.items()}
     before = server.log.stat().st_size
-    server.run(prompt, 400).good()
+    server.run(prompt).good()
     said = server.log.read_bytes()[before:].decode(errors="replace")
     assert "lora key not loaded" not in said
 
