@@ -7,7 +7,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ MOST = 8
 """Clips that are looked at."""
 _SMALL = 8  # a model of fewer blocks is a tiny one: its clips are drawn at the size it knows
 _SAMPLE = 1 << 20
+_TOGETHER = 4  # clips in one forward
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class Trial:
     items: Sequence[Item]
     sound: bool
     device: torch.device
+    known: dict[tuple, dict[str, list[float]]] = field(default_factory=dict)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -190,14 +192,20 @@ class Trial:
 
     def loss(self, sigma: float, texts: Sequence[str] | None = None) -> dict[str, list[float]]:
         """Losses of every item by stream. texts: other captions than their own."""
+        captions = tuple([i.text for i in self.items] if texts is None else texts)
+        if (sigma, captions) not in self.known:
+            self.known[sigma, captions] = self._loss(sigma, captions)
+        return self.known[sigma, captions]
+
+    def _loss(self, sigma: float, captions: Sequence[str]) -> dict[str, list[float]]:
         modes: dict[str, Any] = {"name": "flexible", "video": {"is_generated": True}}
         if self.sound:
             modes["audio"] = {"is_generated": True}
         step = TrainStep(self.transformer, TrainingStrategySection.model_validate(modes), FlowMatchingSection())
         found: dict[str, list[float]] = {m: [] for m in self.streams}
-        for n, item in enumerate(self.items):
-            batch = collate([item], self.contexts.batch([item.text if texts is None else texts[n]])).to(self.device)
-            out = step(batch, seed=0, step=round(1000 * sigma), slot=n, sigma=sigma)
+        for first in range(0, len(self.items), _TOGETHER):
+            items, texts = self.items[first : first + _TOGETHER], captions[first : first + _TOGETHER]
+            out = step(collate(items, self.contexts.batch(texts)).to(self.device), seed=0, step=round(1000 * sigma), slot=first, sigma=sigma)
             for stream in self.streams:
-                found[stream].append(float(getattr(out, f"{stream}_loss")[0]))
+                found[stream] += getattr(out, f"{stream}_loss").tolist()
         return found

@@ -42,6 +42,12 @@ def edited(path, change):
     return path
 
 
+@pytest.fixture
+def silent(monkeypatch):
+    """Leaves the sound out, for faults that have nothing to do with it."""
+    monkeypatch.setattr("ltx_train.doctor.Doctor.sounds", lambda self, probes: None)
+
+
 def visit(tmp_path, *files, **more):
     """(diagnosis, codes of what is wrong) without a preview."""
     found = examine(files, {}, CPU, out=tmp_path / "doctor", preview=False, **more)
@@ -60,7 +66,7 @@ def test_the_fitted_set_passes(tmp_path):
     assert found["captions"].numbers["gain"] > 0.2
 
 
-def test_another_video_vae_is_named(tmp_path):
+def test_another_video_vae_is_named(tmp_path, silent):
     """A VAE that works by itself, but is not the transformer's: its latents' channels come in another order."""
     order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
 
@@ -78,7 +84,7 @@ def test_another_video_vae_is_named(tmp_path):
     assert found["captions"].verdict == "skipped"
 
 
-def test_a_damaged_video_vae_is_named(tmp_path):
+def test_a_damaged_video_vae_is_named(tmp_path, silent):
     def scramble(tensors):
         for key in [k for k in tensors if k.startswith("vae.decoder.") and tensors[k].ndim == 5]:
             tensors[key] = tensors[key].flatten()[torch.randperm(tensors[key].numel())].view(tensors[key].shape)
@@ -93,7 +99,7 @@ def test_another_text_encoder_is_named(tmp_path):
     assert found["base loss, video"].verdict == "pass"
 
 
-def test_a_file_without_statistics_is_named(tmp_path):
+def test_a_file_without_statistics_is_named(tmp_path, silent):
     def forget(tensors):
         for key in [k for k in tensors if k.startswith("vae.per_channel_statistics.")]:
             tensors[key] = torch.zeros_like(tensors[key]) if "mean-of-means" in key else torch.ones_like(tensors[key])
@@ -134,7 +140,7 @@ def cache_of(tmp_path, change=lambda latents, mean, std: latents):
     return clips, root
 
 
-def test_the_users_clips_and_their_cache_pass_and_raw_latents_are_named(tmp_path):
+def test_the_users_clips_and_their_cache_pass_and_raw_latents_are_named(tmp_path, silent):
     clips, root = cache_of(tmp_path)
     found, wrong = visit(tmp_path, FITTED.model, FITTED.text_encoder, dataset=clips, buckets="64x64x17")
     assert wrong == [] and "6 clips of the dataset" in found["dataset"].message
@@ -148,7 +154,7 @@ def test_the_users_clips_and_their_cache_pass_and_raw_latents_are_named(tmp_path
     assert "Encode the dataset again" in found["base loss, video"].hint
 
 
-def test_a_zeroed_block_is_named(tmp_path):
+def test_a_zeroed_block_is_named(tmp_path, silent):
     def zero(tensors):
         for key in [k for k in tensors if ".transformer_blocks.1." in k]:
             tensors[key] = torch.zeros_like(tensors[key])
@@ -157,7 +163,7 @@ def test_a_zeroed_block_is_named(tmp_path):
     assert wrong[0] == "files.zero_block" and "transformer_blocks.1 holds zeros only" in found.problems[0].message
 
 
-def test_damaged_files_are_named(tmp_path):
+def test_damaged_files_are_named(tmp_path, silent):
     def spoil(tensors):
         tensors["model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"][3, 3] = float("nan")
 
@@ -175,7 +181,7 @@ def test_a_model_without_text_encoder_is_examined_as_far_as_it_goes(tmp_path):
     assert "gemma" in found["text encoder"].hint.lower()
 
 
-def test_the_verb_speaks_json_and_says_what_is_wrong(tmp_path):
+def test_the_verb_speaks_json_and_says_what_is_wrong(tmp_path, silent):
     out = StringIO()
     with redirect_stdout(out):
         code = main(["doctor", str(FITTED.model), str(write_text_encoder(tmp_path / "other", seed=9)), "--device", "cpu", "--precision", "no", "--no-preview", "--out", str(tmp_path / "d"), "--json"])
