@@ -130,6 +130,15 @@ _MEMORY_WORDS = (
 )
 
 
+def size_text(count: float) -> str:
+    """Bytes in words, such as 1.5 GiB or 120 KiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the exception, or one that it came from, says that RAM or an accelerator's memory ran out."""
     seen: BaseException | None = error

@@ -26,7 +26,7 @@ from .runs.command import (
     write_launch_config,
 )
 from .runs.events import ErrorEvent, Event, EventLog, PlanEvent, StateEvent
-from .runs.exits import CRASH, OK, OUT_OF_MEMORY, STOPPED, explain_exit
+from .runs.exits import CRASH, OK, OUT_OF_MEMORY, STOPPED, USER_ERROR, explain_exit
 from .runs.lock import ProcessId
 from .runs.run_dir import Kind, RunDir, Status
 
@@ -84,7 +84,10 @@ class Outcome:
             raise StopRequested(self.message)
         kind = OutOfMemory if self.exit_code == OUT_OF_MEMORY else RunError
         told = "\n".join(filter(None, (self.hint, self.error.traceback if self.error else "\n".join(self.log))))
-        raise kind(self.code or "run.died", self.message, told)
+        error = kind(self.code or "run.died", self.message, told)
+        if self.exit_code not in (USER_ERROR, OUT_OF_MEMORY):
+            error.exit_code = CRASH  # a fault of ours or a native death is none of the user's
+        raise error
 
 
 class Child:

@@ -17,7 +17,7 @@ from .data.cache import Cache, Manifest, ManifestEntry, forecast, manifest_entry
 from .data.dataset import DataSection
 from .data.findings import Finding, MediaError
 from .data.report import Report, make_report, usable_or_raise
-from .errors import DataError
+from .errors import DataError, size_text
 from .geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from .models.codec import Codec, EngineCodec
 
@@ -119,7 +119,7 @@ class Preprocessor:
         if not needed.fits:
             raise DataError(
                 "cache.disk_full",
-                f"The cache needs {needed.bytes_needed / 2**30:.2f} GiB; {needed.bytes_free / 2**30:.2f} GiB are free.",
+                f"The cache needs {size_text(needed.bytes_needed)}; {size_text(needed.bytes_free)} are free.",
                 f"Free some space at {self.cache.root}, or set data.cache_dir to another disk.",
             )
 

@@ -79,7 +79,7 @@ def run_main_rank(directory: RunDir, kind: Kind, work: Callable[[LiveRun], None]
 def _open(run: LiveRun, kind: Kind, owner: ProcessId) -> None:
     status = run.status
     run.emit(JobEvent(kind=kind, name=run.dir.name, pid=owner.pid, host=owner.host, attempt=status.attempt, num_processes=run.world, version=_version()))
-    fresh: dict[str, Any] = {"kind": kind, "pid": owner.pid, "created": owner.created, "host": owner.host, "started": time.time()}
+    fresh: dict[str, Any] = {"kind": kind, "pid": owner.pid, "created": owner.created, "ticks": owner.ticks, "host": owner.host, "started": time.time()}
     run.set_state("preparing", **fresh, phase="", ended=None, exit_code=None, error="", error_code="", hint="")
 
 
@@ -138,8 +138,10 @@ def _leave_with(directory: RunDir, run: LiveRun) -> None:
     if _world() != int(os.environ.get("LOCAL_WORLD_SIZE", _world())):
         return  # rank 0 may be on another machine, where the collective's timeout does this
 
+    starter = ProcessId.of(os.getppid())  # torchrun or accelerate, which ends every rank when one has died
+
     def watch() -> None:
-        while not directory.live():  # rank 0 is not there yet
+        while not directory.live() and (starter is None or starter.alive()):  # rank 0 is not there yet
             time.sleep(0.5)
         gone = 0
         while gone < 5:

@@ -56,7 +56,7 @@ class LiveRun:
         self._log = EventLog(directory.events_path) if rank == 0 else None
         self._status = directory.read_status() if rank == 0 else Status()
         self._guard = threading.RLock()
-        self._written = 0.0
+        self._written = -HEARTBEAT
         self._acknowledged: set[str] = set()
         self._progress: tuple[str, float] = ("", 0.0)
         self._ended = threading.Event()
@@ -105,7 +105,7 @@ class LiveRun:
             return
         with self._guard:
             self._status = Status.model_validate(self._status.model_dump() | fields)
-            if now or time.time() - self._written > HEARTBEAT:
+            if now or time.monotonic() - self._written > HEARTBEAT:  # not the wall clock, which may be set back
                 self._write_status()
 
     def set_state(self, state: State, reason: str = "", **fields: object) -> None:
@@ -171,7 +171,7 @@ class LiveRun:
                         self._acknowledge(control)
                     else:
                         self._acknowledged.discard(control)
-                if time.time() - self._status.heartbeat > HEARTBEAT:
+                if time.monotonic() - self._written > HEARTBEAT:
                     with self._guard:
                         if self._status.live and not self._ended.is_set():
                             self._write_status()
@@ -191,6 +191,6 @@ class LiveRun:
             self.emit(StateEvent(state=self._status.state, control=control))
 
     def _write_status(self) -> None:
-        self._written = time.time()
-        self._status = self._status.model_copy(update={"heartbeat": round(self._written, 3)})
+        self._written = time.monotonic()
+        self._status = self._status.model_copy(update={"heartbeat": round(time.time(), 3)})
         self.dir.write_status(self._status)

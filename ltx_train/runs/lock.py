@@ -22,18 +22,23 @@ CREATE_TIME_SLACK = 3.0
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process for certain: a pid alone is reused after its process has ended."""
+    """A process for certain: a pid alone is reused after its process has ended.
+
+    created: Unix seconds of its start. ticks: the same in seconds since the machine's start, where the system tells (Linux):
+    a clock that is set, or a machine that slept, moves the first and not the second.
+    """
 
     pid: int
     created: float
     host: str
+    ticks: float | None = None
 
     @classmethod
     def of(cls, pid: int | None = None) -> ProcessId | None:
         """The process with this pid (our own if None), or None if there is none."""
         pid = os.getpid() if pid is None else pid
         try:
-            return cls(pid, psutil.Process(pid).create_time(), socket.gethostname())
+            return cls(pid, psutil.Process(pid).create_time(), socket.gethostname(), _started(pid))
         except psutil.Error:
             return None
 
@@ -48,16 +53,29 @@ class ProcessId:
             return None
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.created) > CREATE_TIME_SLACK or process.status() == psutil.STATUS_ZOMBIE:
-                return None
-            return process
+            return process if self._is(process) and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
         except psutil.AccessDenied:
             return process
 
+    def _is(self, process: psutil.Process) -> bool:
+        ticks = _started(self.pid) if self.ticks is not None else None
+        if ticks is not None:
+            return ticks == self.ticks
+        return abs(process.create_time() - self.created) <= CREATE_TIME_SLACK
+
     def alive(self) -> bool:
         return self.process() is not None
+
+
+def _started(pid: int) -> float | None:
+    """Clock ticks from the machine's start to the process's, on Linux; None elsewhere or when it has gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return float(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -120,7 +138,7 @@ class RunLock:
     def owner(self) -> ProcessId | None:
         """Who holds it, dead or alive; None if nobody does."""
         record = self._read()
-        return None if record is None else ProcessId(record["pid"], record["created"], record["host"])
+        return None if record is None else ProcessId(record["pid"], record["created"], record["host"], record.get("ticks"))
 
     def held(self) -> bool:
         """Whether a live process holds it. On another machine: whether it was refreshed lately."""

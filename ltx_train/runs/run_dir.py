@@ -22,7 +22,7 @@ _RESERVED = {"con", "prn", "aux", "nul", *(f"com{n}" for n in range(1, 10)), *(f
 
 
 class Status(Section):
-    """What status.json says. Times are Unix seconds; ``created`` is the create time of ``pid``."""
+    """What status.json says. Times are Unix seconds; ``created`` is the create time of ``pid``, ``ticks`` see :class:`ProcessId`."""
 
     v: int = 1
     state: State = "queued"
@@ -33,6 +33,7 @@ class Status(Section):
     loss: float | None = None
     pid: int | None = None
     created: float | None = None
+    ticks: float | None = None
     host: str = ""
     attempt: int = 0
     notch: int = 0
@@ -50,7 +51,7 @@ class Status(Section):
 
     @property
     def process(self) -> ProcessId | None:
-        return None if self.pid is None or self.created is None else ProcessId(self.pid, self.created, self.host)
+        return None if self.pid is None or self.created is None else ProcessId(self.pid, self.created, self.host, self.ticks)
 
 
 class RunDir:

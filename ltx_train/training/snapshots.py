@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..errors import RunError
+from ..errors import RunError, size_text
 from ..section import Section
 from ..tensorfile import Lazy, Written, disk_error, sync_file, sync_folder, write_tensors
 
@@ -152,7 +152,7 @@ def _require_room(folder: Path, tensors: Mapping[str, Mapping[str, Tensor | Lazy
     if need > free:
         raise RunError(
             "run.disk_full",
-            f"The disk is full: a snapshot needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free.",
+            f"The disk is full: a snapshot needs {size_text(need)}, {size_text(free)} are free.",
             f"{folder} has no room left. What was saved before is untouched. Free some space, then go on; the last good snapshot is used.",
         )
 

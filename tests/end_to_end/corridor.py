@@ -262,7 +262,9 @@ def furthest(one, other, group="weights"):
 # -- children by fork: the engine is imported once, so a child starts in milliseconds ---------------------------------
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "ltx_train.trainer", "ltx_train.worker", "ltx_train.validation", "ltx_train.models.connectors", "tests.end_to_end.corridor"])
+FORKS.set_forkserver_preload(
+    ["torch", "ltx_train.trainer", "ltx_train.worker", "ltx_train.validation", "ltx_train.models.connectors", "tests.end_to_end.corridor", "peft", "bitsandbytes.optim"]
+)
 
 
 def _work(run, environment):

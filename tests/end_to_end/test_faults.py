@@ -246,6 +246,26 @@ def test_previews_change_nothing(home, tmp_path, plain):
     assert [(e.step, (done.run.path / e.path).is_file()) for e in done.events(SampleEvent)] == [(0, True), (1, True), (2, True)]
 
 
+def test_dropout_is_for_training_alone(home, tmp_path, plain, monkeypatch):
+    """A preview computed twice is the same: the adapter's dropout rests there; in the steps it acts."""
+    from ltx_train import validation
+
+    original, equal_pairs = validation.denoise, []
+
+    def twice(*args, **key):
+        state = key["generator"].get_state()
+        one = original(*args, **key)
+        key["generator"].set_state(state)
+        equal_pairs.append(torch.equal(one.video.values, original(*args, **key).video.values))
+        return one
+
+    monkeypatch.setattr(validation, "denoise", twice)
+    train(previews(home, tmp_path / "run"))
+    assert equal_pairs == [True] * 3
+    without = train(settings(home, tmp_path / "without", home.cache("ltx2.3", home.clips), steps=2, lora={"dropout": 0.0}))
+    assert without.losses[0] == plain.losses[0] and without.losses[1] != plain.losses[1], "B is zero at first, so dropout shows from the second step on"
+
+
 @pytest.mark.parametrize("fault", ["memory", "sampling", "condition"])
 def test_failed_previews_are_warnings(home, tmp_path, plain, monkeypatch, fault):
     fields = {}

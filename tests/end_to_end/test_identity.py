@@ -1,14 +1,18 @@
 """Which run a training becomes: returned, gone on with, attached to, or a new one beside. Real children, few."""
 
+import shutil
 import time
+from dataclasses import replace
 
 import pytest
 
 from ltx_train.config import TrainConfig
+from ltx_train.data.cache import Cache, Manifest
 from ltx_train.errors import RunError, StopRequested
 from ltx_train.run_setup import launch_job, open_training
 from ltx_train.runs.events import LoraEvent
 from ltx_train.runs.run_dir import RunDir
+from ltx_train.tiny import media
 from tests.end_to_end.corridor import Done, at_step, furthest, train
 
 
@@ -65,6 +69,28 @@ def test_a_changed_dataset_under_the_same_config_is_refused(home, tmp_path):
         (root / "text_kept").rename(root / "text")
         index.write_text(kept, encoding="utf-8")
     assert caught.value.code == "run.identity" and "dataset" in caught.value.message
+
+
+def test_a_changed_dataset_makes_another_run(home, tmp_path):
+    """A caption rewritten, a clip added or a cache encoded anew: told without opening a clip, before anything starts."""
+    clips = media.dataset(tmp_path / "clips", 2, frames=17, width=64, height=64)
+    config = home.config(tmp_path / "run", data={"dataset": str(clips), "resolution_buckets": "64x64x17"})
+    assert open_training(config).verdict is None
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "something").write_text("made", encoding="utf-8")
+    assert open_training(config).verdict.relation == "same"
+    (clips / "clip1.txt").write_text("a caption told otherwise", encoding="utf-8")
+    assert open_training(config).run.path == tmp_path / "run_002"
+    media.counter_clip(clips / "clip2.mp4", 17, width=64, height=64)
+    assert open_training(config).run.path == tmp_path / "run_002", "nothing was made in it yet"
+    root = tmp_path / "cache"
+    shutil.copytree(home.cache("ltx2.3", home.clips), root)
+    encoded = home.config(tmp_path / "other", data={"preprocessed_data_root": str(root)})
+    opened_and_trained(encoded)
+    assert opened_and_trained(encoded).finished
+    manifest = Manifest.read(root)
+    Cache(root).write_index(replace(manifest, entries=manifest.entries[:4]))
+    assert open_training(encoded).run.path == tmp_path / "other_002"
 
 
 def test_other_peoples_folders_stay(home, tmp_path):

@@ -5,12 +5,12 @@ import pytest
 from ltx_train.memory.quantization import QUANTIZERS
 from tests.end_to_end.corridor import train
 
-STEPS = 12
+STEPS = 8
 
 
 def settings(home, out, quantization):
     data = {"preprocessed_data_root": str(home.cache("ltx2.3", home.clips))}
-    optimization = {"steps": STEPS, "batch_size": 4, "learning_rate": 2e-2, "scheduler_type": "constant"}
+    optimization = {"steps": STEPS, "batch_size": 2, "learning_rate": 2e-2, "scheduler_type": "constant"}
     acceleration = {"quantization": quantization, "mixed_precision_mode": "bf16"}
     return home.config(out, data=data, optimization=optimization, acceleration=acceleration, lora={"rank": 8, "alpha": 8, "target_modules": ["to_k", "to_q", "to_v", "to_out.0", "ff"]})
 

@@ -1,9 +1,12 @@
 """N ranks are one rank with N times the batch: the LoRA, the reported losses, and going on with another number."""
 
+import time
+
 import pytest
 
-from ltx_train.run_setup import launch_job, open_training
+from ltx_train.runs.events import ProgressEvent
 from ltx_train.runs.run_dir import RunDir
+from ltx_train.training.snapshots import newest_valid
 from tests.end_to_end.corridor import Done, finish, fork, furthest, train
 
 # the sums of ranks are grouped otherwise than one rank's: AdamW's first steps are signs, a larger eps keeps rounding small
@@ -63,10 +66,17 @@ def settings_with(home, out, fields, **size):
     return config.model_copy(update={"optimization": config.optimization.model_copy(update=fields)})
 
 
-def test_the_launcher_starts_two_ranks(home, tmp_path, alone):
-    """The product's own way: run directory, torchrun, two children, one outcome."""
-    config = settings(home, tmp_path / "run", batch=2, distributed={"num_processes": 2, "launcher": "torchrun"})
-    child = launch_job(open_training(config), extra_env={"OMP_NUM_THREADS": "1"})
-    outcome = child.wait(timeout=300)
-    assert outcome.ok, (outcome, RunDir(tmp_path / "run").tail(40))
-    assert agree(Done(RunDir(tmp_path / "run")), alone)
+def test_a_stop_amid_previews_ends_every_rank(home, tmp_path):
+    """The ranks make one preview each when the stop comes: both leave at once, and a snapshot is there."""
+    validation = {"samples": [{"prompt": "one"}, {"prompt": "two"}], "video_dims": [64, 64, 17], "inference_steps": 5000, "interval": 2, "skip_initial_validation": True}
+    config = settings(home, tmp_path / "run", batch=1, validation=validation)
+    ranks, run = fork(config, 2), RunDir(tmp_path / "run")
+    end = time.monotonic() + 120
+    while not any(p.phase == "validation" for p in Done(run).events(ProgressEvent)) and time.monotonic() < end:
+        time.sleep(0.1)
+    run.request("stop")
+    for rank in ranks:
+        rank.join(60)
+    assert [r.exitcode for r in ranks] == [3, 3], run.tail(40)
+    assert run.read_status().state == "stopped" and newest_valid(run.path).name == "state_step_00002"
+    assert "sample.failed" not in Done(run).warnings

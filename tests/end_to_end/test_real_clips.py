@@ -154,20 +154,21 @@ def test_real_clips_are_cached_trained_and_sampled(home, dataset, tmp_path, reco
     pieces = {p.id: p for p in report_on(section, target).plans}
     assert len(cached) == len(pieces) == 4 and cached.audio_coverage() == 1.0
 
-    pictures, sounds = [], []
-    for index, entry in enumerate(cached.manifest.entries):
-        piece, item = pieces[entry.id], cached.item(index)
-        clip = read_clip(piece)
-        assert item.video.grid.fps == float(piece.fps) and clip.frames.shape == (9, 64, 64, 3)
-        direct = codec.decode_video(codec.encode_video(clip.frames[None]))
-        from_cache = codec.decode_video(item.video.values)
-        # batched with others or alone, a convolution may add in another order
-        assert (from_cache.int() - direct.int()).abs().max() <= 1
-        pictures.append((psnr(from_cache[0], clip.frames), psnr(torch.full_like(clip.frames, int(clip.frames.float().mean())), clip.frames)))
-        wave, rate = codec.decode_audio(item.audio.values)
-        again, _ = codec.decode_audio(codec.encode_audio(clip.waveform[None], clip.sample_rate)[:, :, : worker.steps(piece)])
-        assert torch.equal(wave, again)
-        sounds.append(wave.shape[-1] / rate - piece.seconds)
+    # stage by stage, since one network is in memory at a time
+    items = [cached.item(n) for n in range(len(cached))]
+    planned = [pieces[e.id] for e in cached.manifest.entries]
+    clips = [read_clip(p) for p in planned]
+    assert all(i.video.grid.fps == float(p.fps) and c.frames.shape == (9, 64, 64, 3) for i, p, c in zip(items, planned, clips))
+    encoded = [codec.encode_video(c.frames[None]) for c in clips]
+    through, direct = ([codec.decode_video(v)[0] for v in values] for values in ([i.video.values for i in items], encoded))
+    # batched with others or alone, a convolution may add in another order
+    assert all((one.int() - other.int()).abs().max() <= 1 for one, other in zip(through, direct))
+    heard = [codec.encode_audio(c.waveform[None], c.sample_rate)[:, :, : worker.steps(p)] for c, p in zip(clips, planned)]
+    assert all(torch.equal(i.audio.values, h) for i, h in zip(items, heard))
+    waves = [codec.decode_audio(values) for values in [*(i.audio.values for i in items), *heard]]
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(waves, waves[len(items) :]))
+    pictures = [(psnr(t, c.frames), psnr(torch.full_like(t, int(c.frames.float().mean())), c.frames)) for t, c in zip(through, clips)]
+    sounds = [wave.shape[-1] / rate - p.seconds for (wave, rate), p in zip(waves, planned)]
     told = {"psnr_of_random_codec_db": np.mean([p for p, _ in pictures]), "psnr_of_grey_db": np.mean([g for _, g in pictures]), "sound_length_error_s": np.max(np.abs(sounds))}
     for name, value in told.items():
         record_property(name, round(float(value), 4))

@@ -1,12 +1,13 @@
 """A run that is stopped, killed or extended goes on as if nothing had happened, bit for bit."""
 
 import random
+import shutil
 import time
 
 import pytest
 import torch
 
-from ltx_train.errors import RunError, StopRequested
+from ltx_train.errors import ConfigError, RunError, StopRequested
 from ltx_train.runs.events import LoraEvent, SnapshotEvent
 from ltx_train.training import snapshots
 from tests.end_to_end.corridor import Killed, at_step, finish, fork, same, train
@@ -149,14 +150,14 @@ def test_more_steps(home, tmp_path):
     assert [(e.step, e.final) for e in longer.events(LoraEvent) if e.final] == [(3, True), (6, True)]
 
 
-@pytest.mark.parametrize(("optimizer", "seed"), [("adamw", 1), ("adamw8bit", 2), ("prodigy", 3), ("adamw_schedulefree", 4)])
+@pytest.mark.parametrize(("optimizer", "seed"), [("adamw", 1), ("adamw8bit", 2), ("adamw_schedulefree", 4)])
 def test_kill_9_at_random_moments(home, tmp_path, straight, optimizer, seed):
-    """Five kills of the real child, anywhere from its start to its saves: the end is the same as without any."""
-    steps, draw = 12, random.Random(seed)
+    """Four kills of the real child, anywhere from its start to its saves: the end is the same as without any."""
+    steps, draw = 8, random.Random(seed)
     whole = straight(optimizer, steps)
     config = settings(home, tmp_path / "killed", optimizer, steps=steps, interval=1)
     reached = [0]
-    for _ in range(5):
+    for _ in range(4):
         (child,) = fork(config)
         # most kills wait for a new snapshot, so that they fall into steps and saves
         deadline = time.monotonic() + 60
@@ -166,7 +167,7 @@ def test_kill_9_at_random_moments(home, tmp_path, straight, optimizer, seed):
         child.kill()
         child.join()
         reached.append(newest(tmp_path / "killed"))
-    assert reached == sorted(reached) and 3 <= reached[-1] < steps, f"a kill lost a snapshot, or came too late: {reached}"
+    assert reached == sorted(reached) and 2 <= reached[-1] < steps, f"a kill lost a snapshot, or came too late: {reached}"
     done = finish(fork(config), config)
     assert same(whole.snapshot, done.snapshot)
     assert whole.losses == done.losses and whole.lora.read_bytes() == done.lora.read_bytes()
@@ -185,3 +186,47 @@ def test_a_snapshot_is_all_that_a_resume_needs(home, tmp_path, straight):
     torch.manual_seed(987)
     random.seed(987)
     assert same(straight("adamw").snapshot, train(config).snapshot)
+
+
+def test_load_checkpoint_goes_on_where_the_other_run_stood(home, tmp_path, straight):
+    """The official way of resuming: a new run from the files of another one, by its whole state, its weights, or not at all."""
+    half = train(settings(home, tmp_path / "half", "adamw", steps=STEPS))
+    for name in ("lora_weights_step_00006.safetensors", "state_step_00006"):
+        path = tmp_path / "half" / "checkpoints" / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    source = {"load_checkpoint": str(half.run.checkpoints)}
+    went_on = train(settings(home, tmp_path / "on", "adamw", model=source))
+    assert went_on.warnings[-1] == "resume.taken_up" and list(went_on.steps) == [5, 6]
+    assert same(straight("adamw").snapshot, went_on.snapshot)
+
+    afresh = train(settings(home, tmp_path / "afresh", "adamw", model=source, checkpoints={"no_resume": True}))
+    assert list(afresh.steps) == list(range(1, STEPS + 1)) and afresh.losses != straight("adamw").losses
+    other = train(settings(home, tmp_path / "other", "adamw", model=source, lora={"rank": 4}))
+    assert "resume.weights_only" in other.warnings and list(other.steps)[0] == 1
+    with pytest.raises(ConfigError) as caught:
+        train(settings(home, tmp_path / "short", "adamw", steps=4, model=source))
+    assert caught.value.code == "optimization.steps"
+
+
+def test_an_official_run_is_gone_on_with(home, tmp_path):
+    """Its LoRA file (no alpha) and training state: the step and with it the schedule go on; another optimizer starts at 0."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "official" / "checkpoints"
+    folder.mkdir(parents=True)
+    made = train(settings(home, tmp_path / "ours", "adamw", steps=3))
+    tensors = {n: t.clone() for n, t in load_file(made.lora).items() if "lora_" in n}
+    save_file(tensors, folder / "lora_weights_step_00004.safetensors")
+    fingerprint = {"optimizer_type": "adamw", "scheduler_type": "cosine", "training_mode": "lora", "lora_rank": 2}
+    state = {"global_step": 4, "config_fingerprint": fingerprint, "rng_states": {"torch_state": torch.get_rng_state()}}
+    torch.save(state, folder / "training_state_step_00004.pt")
+    model = {"load_checkpoint": str(tmp_path / "official")}
+    done = train(settings(home, tmp_path / "on", "adamw", model=model))
+    assert list(done.steps) == [5, 6] and done.steps[5].learning_rate == pytest.approx(straight_rate(home, tmp_path, 4))
+    torch.save({**state, "config_fingerprint": {**fingerprint, "optimizer_type": "adamw8bit"}}, folder / "training_state_step_00004.pt")
+    again = train(settings(home, tmp_path / "again", "adamw", model=model))
+    assert "resume.weights_only" in again.warnings and list(again.steps)[0] == 1
+
+
+def straight_rate(home, tmp_path, step):
+    return settings(home, tmp_path / "unused", "adamw").optimization.lr_at(step)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from ltx_train.errors import OutOfMemory, RunError, StopRequested
+from ltx_train.errors import LtxTrainError, OutOfMemory, RunError, StopRequested
 from ltx_train.launch import Launch, attach, build_command, start
 from ltx_train.runs.events import JobEvent, PlanEvent, SnapshotEvent, StateEvent, StepEvent, WarningEvent
 from ltx_train.runs.run_dir import RunDir
@@ -211,6 +211,9 @@ def test_the_real_error_reaches_the_parent(engine, how):
     assert len(outcome.message) < 120
     status = child.status()
     assert (status.error, status.error_code, status.exit_code) == (message, code, exit_code)
+    with pytest.raises(LtxTrainError) as caught:
+        outcome.raise_for_error()
+    assert caught.value.exit_code == exit_code, "the command line ends with what the child ended with"
     with pytest.raises(RunError) as caught:
         outcome.raise_for_error()
     assert caught.value.message == message

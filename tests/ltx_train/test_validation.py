@@ -178,7 +178,7 @@ def test_the_weights_of_a_preview(home, tmp_path, monkeypatch):
         return real(transformer, **more)
 
     monkeypatch.setattr(validation, "denoise", spy)
-    config = job(home, tmp_path / "run", {**SILENT, "decode": "later"}, model={"load_checkpoint": str(first.lora)}, optimization={"ema": {"decay": 0.9, "warmup": False}})
+    config = job(home, tmp_path / "run", {**SILENT, "decode": "later"}, model={"load_checkpoint": str(first.lora)}, checkpoints={"no_resume": True}, optimization={"ema": {"decay": 0.9, "warmup": False}})
     done = train(config)
     assert [enabled for enabled, _ in seen] == [False, True, True]
     name = "transformer_blocks.0.attn1.to_q.B"

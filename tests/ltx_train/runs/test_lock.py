@@ -45,7 +45,7 @@ def test_handed_over_by_token_and_released_only_by_it(tmp_path):
 
 def test_a_pid_used_again_does_not_hold(tmp_path):
     lock = RunLock(tmp_path)
-    lock.take(replace(OWN, created=OWN.created - 1000))
+    lock.take(replace(OWN, created=OWN.created - 1000, ticks=None))
     assert not lock.held()
 
 
@@ -65,7 +65,7 @@ def test_another_machines_lock_holds_while_it_is_refreshed(tmp_path):
 
 @pytest.mark.parametrize("attempt", range(5))
 def test_of_many_takers_of_a_stale_lock_one_wins(tmp_path, attempt):
-    RunLock(tmp_path).take(replace(OWN, created=1.0))
+    RunLock(tmp_path).take(replace(OWN, created=1.0, ticks=None))
     winner, refused = [], []
     barrier = threading.Barrier(4)
 
@@ -80,3 +80,16 @@ def test_of_many_takers_of_a_stale_lock_one_wins(tmp_path, attempt):
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert len(winner) == 1 and len(refused) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's start apart from the wall clock")
+def test_a_clock_that_is_set_does_not_make_a_live_owner_look_dead(tmp_path, monkeypatch):
+    import psutil
+
+    lock = RunLock(tmp_path)
+    lock.take(OWN)
+    shifted = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: shifted(self) + 3600)  # the boot time has moved with the clock
+    assert lock.held() and OWN.alive()
+    assert not replace(OWN, ticks=OWN.ticks - 1).alive(), "a reused pid started at another tick"
+    assert not replace(OWN, ticks=None).alive(), "what an older version wrote is told by its time"
