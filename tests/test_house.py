@@ -19,9 +19,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("conditioning", "lora", "memory"),
     ("training", "sampling"),
     ("config",),
-    ("preprocess", "planner", "launch", "environment", "contexts", "validation", "parts", "run_setup", "decode", "network", "sample_media", "room", "contact_sheet", "held_out", "fields", "checks"),
+    ("preprocess", "planner", "autotune", "launch", "environment", "contexts", "validation", "parts", "run_setup", "decode", "network", "sample_media", "room", "contact_sheet", "held_out", "fields", "checks", "parking", "saves"),
     ("trainer",),
-    ("worker", "bootstrap", "captioner", "controls", "doctor", "doctor_probes", "doctor_job", "tiny", "bench"),
+    ("worker", "bootstrap", "captioner", "controls", "tools", "doctor", "doctor_probes", "doctor_job", "tiny", "bench"),
     ("__main__", "cli", "demo", "demo_chart"),
 )
 # the corridor's files of one floor may lean on each other, as neighbours in a room do
@@ -29,10 +29,10 @@ CORRIDOR = len(FLOORS) - 4
 HOST = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "nodes", "execution", "app"}
 HEAVY = {"accelerate", "peft", "diffusers", "transformers", "optimum", "bitsandbytes", "wandb", "huggingface_hub", "tensorboard", "prodigyopt", "schedulefree", "scenedetect", "rich"}
 # what the nodes reach; these and all that they import at module level load with ComfyUI's own packages
-LIGHT = ("config", "launch", "planner", "preprocess", "runs", "errors", "data.sources", "data.report", "models.checkpoint", "lora.files", "lora.edit", "environment")
+LIGHT = ("config", "launch", "planner", "preprocess", "runs", "errors", "data.sources", "data.report", "models.checkpoint", "lora.files", "lora.edit", "environment", "tools")
 NODES_MAY = {"config", "run_setup", "text", "geometry", "launch", "planner", "preprocess", "runs", "errors", "section", "data.sources", "data.report", "models.checkpoint", "models.codec", "lora.files", "lora.edit", "environment"}
 # and the tables that widgets are derived from, the ground's types, and how a run is opened
-NODES_MAY |= {"run_setup", "geometry", "text", "conditioning.modes", "sampling.recipe", "training.optim", "training.schedule", "training.flow_matching"}
+NODES_MAY |= {"tools", "data.listing", "run_setup", "geometry", "text", "conditioning.modes", "sampling.recipe", "training.optim", "training.schedule", "training.flow_matching"}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Verbs that measure: bench step, bench preprocess."""
+"""Verbs that measure and choose: bench step, bench numerics, bench preprocess, plan, autotune."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from . import bench_preprocess
+from .show import positive
 
 
 def add(verbs: argparse._SubParsersAction) -> None:
@@ -40,6 +41,13 @@ def add(verbs: argparse._SubParsersAction) -> None:
     plan.add_argument("--size", help="WIDTHxHEIGHTxFRAMES of the largest clip; else the config's largest bucket")
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(run=run_plan)
+
+    tune = verbs.add_parser("autotune", help="try what may make a training faster on this machine, one change at a time; prints the config lines that did")
+    tune.add_argument("config", type=Path)
+    tune.add_argument("--steps", type=positive, default=50, help="steps of a trial")
+    tune.add_argument("--folder", type=Path, metavar="DIR", help="where the trials run; else beside the run, with _autotune behind its name")
+    tune.add_argument("--write", type=Path, metavar="FILE", help="save the whole tuned config")
+    tune.set_defaults(run=run_autotune)
 
 
 def run_step(options: argparse.Namespace) -> int:
@@ -96,6 +104,26 @@ def run_plan(options: argparse.Namespace) -> int:
         show(json.dumps({"machine": machine.name, **plan.settings(), "seconds_in_all": round(total), "why": plan.why}), None)
     else:
         show(f"{plan.why}\n{config.optimization.steps} steps: about {total / 3600:.1f} h", None)
+    return 0
+
+
+def run_autotune(options: argparse.Namespace) -> int:
+    import torch
+
+    from ..autotune import LOG, autotune
+    from ..config import TrainConfig
+
+    config = TrainConfig.load(options.config).resolved(options.config.absolute().parent)
+    folder = options.folder or Path(config.output_dir + "_autotune")
+    folder.mkdir(parents=True, exist_ok=True)
+    cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    log = options.config.absolute().with_name(LOG)
+    tuned = autotune(config, folder.absolute(), steps=options.steps, card_bytes=min(cards, default=None), say=lambda line: show(line, None), log=log)
+    if tuned.kept:
+        show(f"\n{tuned.yaml()}", None)
+    if options.write:
+        tuned.config.save(options.write)
+    show(f"All of it is in {log}", None)
     return 0
 
 
