@@ -25,11 +25,12 @@ from .runs.live import LiveRun
 from .runs.lock import ProcessId
 from .runs.run_dir import Kind, RunDir
 
-# kind -> (class in config, module whose run(job, run) does it)
+# kind -> (class in config or another module, module whose run(job, run) does it)
 JOBS: dict[str, tuple[str, str]] = {
     "preprocess": ("PreprocessJob", "preprocess"),
     "train": ("TrainConfig", "trainer"),
     "sample": ("SampleJob", "validation"),
+    "tool": ("tools.ToolJob", "tools"),
 }
 FAILURE_MARK = "LTX_TRAIN_FAILURE "
 
@@ -53,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 def do_job(run: LiveRun, kind: Kind, job_path: Path) -> None:
     """Load the job and pass it to the function of its kind."""
     job_class, module = JOBS[kind]
-    config = importlib.import_module(".config", __package__)
-    job = getattr(config, job_class).load(job_path)
+    home, _, name = job_class.rpartition(".")
+    job = getattr(importlib.import_module(f".{home or 'config'}", __package__), name).load(job_path)
     importlib.import_module(f".{module}", __package__).run(job, run)
 
 

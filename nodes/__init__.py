@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import routes, settings
+from . import routes, settings, tools
 from .checkpoint import LTXTrainLoadRun, LTXTrainSaveLoRA
 from .dataset import LTXTrainDataset
+from .decode import LTXTrainDecode
 from .model import LTXTrainLoadModel
 from .preprocess import LTXTrainPreprocess
 from .train import LTXTrainLoRA
@@ -16,10 +17,12 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     LTXTrainLoadModel,
     LTXTrainDataset,
     LTXTrainPreprocess,
+    LTXTrainDecode,
     LTXTrainLoRA,
     LTXTrainSample,
     LTXTrainSaveLoRA,
     LTXTrainLoadRun,
+    *tools.NODES,
     *settings.NODES,
 )
 

@@ -70,8 +70,10 @@ class LTXTrainDataset(io.ComfyNode):
         )  # fmt: skip
 
     @classmethod
-    def validate_inputs(cls, dataset: str, path: str = "") -> bool | str:
-        """Told at once: a dataset that is not there, or lies where workflows may not look."""
+    def validate_inputs(cls, dataset: str, path: str | None = "") -> bool | str:
+        """Told at once: a dataset that is not there, or lies where workflows may not look. A path through a link is not known yet."""
+        if path is None:
+            return True
         try:
             paths.resolve(path or dataset)
         except LtxTrainError as error:
@@ -79,7 +81,7 @@ class LTXTrainDataset(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, dataset: str, path: str = "", **_: Any) -> str:
+    def fingerprint_inputs(cls, dataset: str, path: str | None = "", **_: Any) -> str:
         try:
             return paths.digest_of(paths.resolve(path or dataset))
         except LtxTrainError:
@@ -95,7 +97,7 @@ class LTXTrainDataset(io.ComfyNode):
         text = report_text(report)
         screen.text(text.splitlines()[0])
         made = sockets.LtxDataset(found.data, found.name, text)
-        return io.NodeOutput(made, text, ui={"ltx_text": [text], "ltx_table": [table(report)]})
+        return io.NodeOutput(made, text, ui={"ltx_text": [report_head(report)], "ltx_table": [table(report)]})
 
 
 def describe(place: Path, widgets: dict[str, Any], previous: sockets.LtxDataset | None = None) -> sockets.LtxDataset:
@@ -139,8 +141,8 @@ def look(data: DataSection, screen: Screen) -> Report:
     return make_report(samples_of(data), buckets, data.clips, FACTORS, progress=screen.progress)
 
 
-def report_text(report: Report, limit: int = 60) -> str:
-    """The report for reading: totals, warnings, findings with their fix, then a line a clip (those with faults first)."""
+def report_head(report: Report) -> str:
+    """What a report says of all clips together: totals, buckets, warnings, findings with their fix."""
     plain = report.to_json()
     lines = [f"{report.usable} of {report.total} clips usable, {plain['pieces']} pieces, {plain['seconds']:.1f} s, {plain['with_audio']} "
         f"with sound"]
@@ -148,7 +150,13 @@ def report_text(report: Report, limit: int = 60) -> str:
     lines += [f"! {warning}" for warning in report.warnings]
     for code, found in plain["findings"].items():
         lines.append(f"{'x' if found['refused'] else '-'} {code} ({found['clips']}): {found['fix']}")
-    rows = sorted(plain["clips"], key=lambda row: row["usable"])
+    return "\n".join(lines)
+
+
+def report_text(report: Report, limit: int = 60) -> str:
+    """The report for reading: its head, then a line a clip (those with faults first)."""
+    lines = [report_head(report)]
+    rows = sorted(report.to_json()["clips"], key=lambda row: row["usable"])
     lines += [clip_line(row) for row in rows[:limit]]
     if len(rows) > limit:
         lines.append(f"... and {len(rows) - limit} more")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ..ltx_train.data.sources import MEDIA_EXTENSIONS
+from ..ltx_train.data.listing import MEDIA_EXTENSIONS, VIDEO_EXTENSIONS
 from ..ltx_train.errors import DataError, RunError
 from ..ltx_train.runs.run_dir import check_name
 
@@ -30,12 +30,14 @@ class Settings:
     """The server-side settings file: ``<user>/__ltx_train/settings.json``, which no workflow and no HTTP route can write.
 
     roots: further folders that datasets may lie in. engine_python: the interpreter that trains, if not ComfyUI's own.
-    free_paths: whether a server that listens on this machine alone takes any absolute path.
+    free_paths: whether a server that listens on this machine alone takes any absolute path. caption_hosts: where captioning
+    may send clips beside this machine.
     """
 
     roots: tuple[Path, ...] = ()
     engine_python: str | None = None
     free_paths: bool = True
+    caption_hosts: tuple[str, ...] = ()
 
     @classmethod
     def read(cls) -> Settings:
@@ -44,7 +46,8 @@ class Settings:
         try:
             data = json.loads(path.read_text(encoding="utf-8-sig"))
             roots = tuple(Path(root).expanduser().absolute() for root in data.get("roots", ()))
-            return cls(roots, data.get("engine_python") or None, bool(data.get("free_paths", True)))
+            hosts = tuple(str(host) for host in data.get("caption_hosts", ()))
+            return cls(roots, data.get("engine_python") or None, bool(data.get("free_paths", True)), hosts)
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -136,6 +139,52 @@ def datasets(depth: int = 2, limit: int = 500) -> list[str]:
             if len(found) >= limit:
                 return list(found)
     return list(found)
+
+
+def films(depth: int = 2, limit: int = 500) -> list[str]:
+    """Video files and folders with some, below input, datasets and the extra roots, for a dropdown."""
+    found: dict[str, None] = {}
+    for label, root in roots():
+        if label == "output":
+            continue
+        for path in _videos(root, depth):
+            found[f"{label}/{path.relative_to(root).as_posix()}"] = None
+            if len(found) >= limit:
+                return list(found)
+    return list(found)
+
+
+def _videos(root: Path, depth: int) -> Iterator[Path]:
+    """Video files at most ``depth`` levels down, each folder that holds some before them."""
+    if depth == 0 or not root.is_dir():
+        return
+    for entry in sorted(_entries(root), key=lambda e: e.name.lower()):
+        path = Path(entry.path)
+        if entry.is_dir():
+            inner = list(_videos(path, depth - 1))
+            if any(other.parent == path and other.is_file() for other in inner):
+                yield path
+            yield from inner
+        elif path.suffix.lower() in VIDEO_EXTENSIONS:
+            yield path
+
+
+def new_folder(text: str) -> Path:
+    """The folder for something made: ``datasets/scenes``, ``input/scenes``, or a bare name, which lands in datasets.
+
+    It need not be there. Raises RunError for names that are none, DataError outside input, datasets and the extra roots.
+    """
+    label, _, rest = text.strip().replace("\\", "/").strip("/").partition("/")
+    places = [(name, root) for name, root in roots() if name != "output"]
+    root = next((root for name, root in places if name == label and rest), None)
+    parts = (rest if root is not None else text.strip().replace("\\", "/").strip("/")).split("/")
+    root = root or next((root for name, root in places if name == "datasets"), places[0][1])
+    for part in parts:
+        check_name(part)
+    found = root.joinpath(*parts)
+    if not inside(root, found):
+        raise DataError("path.refused", f"{text[:80]} lies outside the folders that workflows may use.", "Give a name, or input/name or datasets/name.")
+    return found
 
 
 def _walk(root: Path, depth: int) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from comfy_api.latest import io
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from ..ltx_train.errors import ConfigError
 from ..ltx_train.section import Section
@@ -91,6 +92,7 @@ def inputs_of(
     made = []
     for name, info in fields_of(section, only, leave).items():
         default = (defaults or {}).get(name, info.get_default(call_default_factory=True))
+        default = None if default is PydanticUndefined else default  # a field that must be given
         made.append(input_of(prefix + name, info, default, advanced=bool(shown is not None and name not in shown)))
     return made
 
@@ -244,10 +246,12 @@ def _guess(text: str) -> Any:
 # -- choices that bring fields of their own --------------------------------------------------------------------------
 
 
-def choice_input(name: str, table: Mapping[str, type[Section]], *, default: str, tooltip: str) -> io.DynamicCombo.Input:
+def choice_input(
+    name: str, table: Mapping[str, type[Section]], *, default: str, tooltip: str, leave: Iterable[str] = ()
+) -> io.DynamicCombo.Input:
     """A dropdown whose options each bring the fields of their class; the default stands first, as the widget has none."""
     order = [default, *(key for key in table if key != default)]
-    options = [io.DynamicCombo.Option(key, inputs_of(table[key])) for key in order]
+    options = [io.DynamicCombo.Option(key, inputs_of(table[key], leave=leave)) for key in order]
     return io.DynamicCombo.Input(name, options=options, tooltip=tooltip, optional=True)
 
 

@@ -3,11 +3,12 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { POLL, RunClient } from "./lib/client.mjs";
-import { RunPanel, TextPanel } from "./lib/panel.mjs";
+import { ReportPanel, RunPanel, TextPanel } from "./lib/panel.mjs";
 import { restoreByName, valuesByName } from "./lib/values.mjs";
 
 const WITH_RUN = new Set(["LTXTrainLoRA", "LTXTrainLoadRun"]);
-const WITH_TEXT = new Set(["LTXTrainDataset", "LTXTrainPreprocess", "LTXTrainSaveLoRA"]);
+const WITH_TEXT = new Set(["LTXTrainPreprocess", "LTXTrainSaveLoRA", "LTXTrainSplitScenes", "LTXTrainCaption", "LTXTrainMakeReferences"]);
+const WITH_REPORT = "LTXTrainDataset";
 const MODEL = "LTXTrainLoadModel";
 
 async function fetchJson(path, options) {
@@ -99,6 +100,16 @@ function watchText(node) {
   showText(node, panel);
 }
 
+function watchReport(node) {
+  const panel = new ReportPanel(document);
+  addPanel(node, "ltx_report_panel", panel.element, 130);
+  const executed = node.onExecuted;
+  node.onExecuted = function (output) {
+    executed?.apply(this, arguments);
+    if (output?.ltx_text?.[0]) panel.show(output.ltx_text[0], output.ltx_table?.[0] ?? []);
+  };
+}
+
 function watchModel(node) {
   const panel = new TextPanel(document, "");
   addPanel(node, "ltx_text_panel", panel.element, 70);
@@ -145,6 +156,7 @@ app.registerExtension({
     let begin = null;
     if (WITH_RUN.has(kind)) begin = watchRun(node, kind === "LTXTrainLoRA" ? "run_name" : "run");
     else if (WITH_TEXT.has(kind)) watchText(node);
+    else if (kind === WITH_REPORT) watchReport(node);
     else if (kind === MODEL) begin = watchModel(node);
     if (!begin) return;
     // widgets get their saved values after this call, in configure

@@ -63,10 +63,12 @@ class References:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def make_references(job: ReferenceJob, progress: Callable[[int, int, str], None] | None = None) -> References:
+def make_references(
+    job: ReferenceJob, progress: Callable[[int, int, str], None] | None = None, *, check: Callable[[], None] = lambda: None
+) -> References:
     """Make the references of a dataset; one clip that fails is named and the rest goes on. Media of the user are only read.
 
-    Raises DataError when the dataset cannot be read, ConfigError for bad settings.
+    check: called for every frame, may raise to stop. Raises DataError when the dataset cannot be read, ConfigError for bad settings.
     """
     folder, path = job.places()
     table = Table.read(path)
@@ -80,7 +82,7 @@ def make_references(job: ReferenceJob, progress: Callable[[int, int, str], None]
         for number, sample in enumerate(samples, 1):
             try:
                 target = folder / names.of(sample)
-                _one(job, sample, target, record, done)
+                _one(job, sample, target, record, done, check)
                 table.set(sample.media, _columns(table, sample, target))
             except DataError as error:
                 done.failed[sample.id] = error.message
@@ -98,7 +100,7 @@ def _inside(media: Path, folder: Path) -> bool:
     return media.absolute().is_relative_to(folder.absolute())
 
 
-def _one(job: ReferenceJob, sample: Sample, target: Path, record: _Record, done: References) -> None:
+def _one(job: ReferenceJob, sample: Sample, target: Path, record: _Record, done: References, check: Callable[[], None]) -> None:
     refused = next((f for f in sample.findings if f.refused), None)
     if sample.media is None or refused is not None:
         raise DataError(refused.code if refused else "row.no_media", refused.message if refused else "no media file")
@@ -106,12 +108,12 @@ def _one(job: ReferenceJob, sample: Sample, target: Path, record: _Record, done:
     if not job.override and record.get(target) == key and target.is_file():
         done.kept.append(sample.id)
         return
-    write_reference(sample.media, target, job.control, crf=job.crf)
+    write_reference(sample.media, target, job.control, crf=job.crf, check=check)
     record.set(target, key)
     done.made.append(sample.id)
 
 
-def write_reference(media: Path, target: Path, control: Control, *, crf: int = 12) -> None:
+def write_reference(media: Path, target: Path, control: Control, *, crf: int = 12, check: Callable[[], None] = lambda: None) -> None:
     """Write the reference of one video or picture: same size, same rate, as many frames; one frame in memory at a time."""
     found = probe(media)
     refusal = next((f for f in found.findings if f.refused), None)
@@ -124,11 +126,12 @@ def write_reference(media: Path, target: Path, control: Control, *, crf: int = 1
         write_png(target, next(iter(control.apply([pixels]))))
         return
     odd = found.width % 2 or found.height % 2  # only whole colour samples keep an odd size
-    write_video(target, control.apply(_frames(found)), found.timeline.rate, crf=crf, pixel_format="yuv444p" if odd else "yuv420p")
+    write_video(target, control.apply(_frames(found, check)), found.timeline.rate, crf=crf, pixel_format="yuv444p" if odd else "yuv420p")
 
 
-def _frames(found: Probe) -> Iterator[Tensor]:
+def _frames(found: Probe, check: Callable[[], None]) -> Iterator[Tensor]:
     for picture in pictures(scene_plan(found, Scene(0.0, found.timeline.seconds))):
+        check()
         yield picture.pixels
 
 

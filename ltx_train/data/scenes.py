@@ -155,29 +155,34 @@ def _seconds(code: Any) -> float:
     return float(code.seconds if hasattr(code, "seconds") else code.get_seconds())
 
 
-def split(path: Path, folder: Path, section: SceneSection | None = None, progress: Callable[[int, int], None] | None = None) -> list[Path]:
-    """Write each scene as ``<stem>-scene-001.mp4`` with its sound into ``folder``; files that are there already are kept."""
+def split(
+    path: Path, folder: Path, section: SceneSection | None = None, progress: Callable[[int, int], None] | None = None, check: Callable[[], None] = lambda: None
+) -> list[Path]:
+    """Write each scene as ``<stem>-scene-001.mp4`` with its sound into ``folder``; files that are there already are kept.
+
+    check: called for every frame, may raise to stop.
+    """
     section = section or SceneSection()
     found = probe(path)
-    scenes = find_scenes(path, section)
+    scenes = find_scenes(path, section, lambda _: check())
     written = []
     for number, scene in enumerate(scenes, 1):
         target = folder / f"{path.stem}-scene-{number:03d}.mp4"
         if not target.exists():
-            write_scene(found, scene, target, section.crf)
+            write_scene(found, scene, target, section.crf, check)
         written.append(target)
         if progress:
             progress(number, len(scenes))
     return written
 
 
-def write_scene(found: Probe, scene: Scene, target: Path, crf: int = 14) -> None:
+def write_scene(found: Probe, scene: Scene, target: Path, crf: int = 14, check: Callable[[], None] = lambda: None) -> None:
     """One scene, upright at its own size and rate, with its sound."""
     plan = scene_plan(found, scene)
     start = found.timeline.start + scene.start
     seconds = plan.frames / float(plan.fps)
     sound = read_sound(found.path, found.sound, start, seconds) if found.sound else None
-    write_video(target, _pixels(plan), plan.fps, sound.waveform if sound else None, sound.sample_rate if sound else None, crf=crf)
+    write_video(target, _pixels(plan, check), plan.fps, sound.waveform if sound else None, sound.sample_rate if sound else None, crf=crf)
 
 
 def scene_plan(found: Probe, scene: Scene) -> ClipPlan:
@@ -191,6 +196,7 @@ def scene_plan(found: Probe, scene: Scene) -> ClipPlan:
     return ClipPlan(Sample(found.path.name, found.path, ""), found.path, found, bucket, place, first, 1, Fraction(rate), start, count / float(rate), ClipOptions())
 
 
-def _pixels(plan: ClipPlan) -> Iterator[Tensor]:
+def _pixels(plan: ClipPlan, check: Callable[[], None]) -> Iterator[Tensor]:
     for picture in pictures(plan):
+        check()
         yield picture.pixels

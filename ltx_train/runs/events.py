@@ -35,7 +35,7 @@ class JobEvent(Event):
     """A child opened the run: once a start, so a second one in a file is a resume or a restart."""
 
     type: Literal["job"] = "job"
-    kind: Literal["preprocess", "train", "sample"]
+    kind: Literal["preprocess", "train", "sample", "tool"]
     name: str
     pid: int
     host: str = ""

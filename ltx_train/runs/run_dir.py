@@ -15,7 +15,7 @@ from .events import EventBatch, History, read_events
 from .lock import ProcessId, RunLock, write_atomic
 
 State = Literal["queued", "preparing", "running", "stopping", "stopped", "finished", "failed", "lost"]
-Kind = Literal["preprocess", "train", "sample"]
+Kind = Literal["preprocess", "train", "sample", "tool"]
 LIVE_STATES = ("queued", "preparing", "running", "stopping")
 CONTROLS = ("stop", "save", "sample")
 _RESERVED = {"con", "prn", "aux", "nul", *(f"com{n}" for n in range(1, 10)), *(f"lpt{n}" for n in range(1, 10))}
@@ -119,7 +119,7 @@ class RunDir:
         return RunLock(self.path)
 
     def job_path(self, kind: Kind) -> Path:
-        """Where the job of this kind is saved: training_config.yaml, preprocess_config.yaml or sample_config.yaml."""
+        """Where the job of this kind is saved: training_config.yaml, preprocess_config.yaml, sample_config.yaml or tool_config.yaml."""
         return self.path / ("training_config.yaml" if kind == "train" else f"{kind}_config.yaml")
 
     def rank_log(self, rank: int) -> Path:
@@ -127,7 +127,7 @@ class RunDir:
         return self.path / f"train.rank{rank}.log"
 
     def exists(self) -> bool:
-        return any(path.exists() for path in (self.status_path, self.job_path("train"), self.job_path("preprocess"), self.job_path("sample")))
+        return any(path.exists() for path in (self.status_path, self.job_path("train"), self.job_path("preprocess"), self.job_path("sample"), self.job_path("tool")))
 
     # -- status --
 

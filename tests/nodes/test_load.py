@@ -10,7 +10,7 @@ from tests.nodes.stand_in import described
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = ROOT / "tests" / "snapshots" / "nodes.json"
 PERMANENT = {"LTXTrainLoadModel", "LTXTrainDataset", "LTXTrainPreprocess", "LTXTrainLoRA", "LTXTrainSample", "LTXTrainSaveLoRA", "LTXTrainLoadRun"}
-FOLDER_LISTS = {"model", "text_encoder", "video_vae", "audio_vae", "dataset", "lora_name", "run"}
+FOLDER_LISTS = {"film", "model", "text_encoder", "video_vae", "audio_vae", "dataset", "lora_name", "run"}
 """Inputs whose choices are the files of the day."""
 
 WITHOUT = """
@@ -87,7 +87,7 @@ def test_nodes_load_with_none_of_the_heavy_packages(tmp_path):
     code = WITHOUT.format(root=str(ROOT), heavy=heavy, base=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 16
+    assert int(done.stdout) == 20
 
 
 def test_every_node_has_its_help(pack):

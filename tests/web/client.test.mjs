@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { RunClient } from "../../web/lib/client.mjs";
-import { duration, notice, short, statusLine } from "../../web/lib/format.mjs";
+import { duration, notice, reportRow, short, statusLine } from "../../web/lib/format.mjs";
 import { History } from "../../web/lib/history.mjs";
 
 const step = (n, loss) => ({ type: "step", step: n, total: 4, loss, seconds: 2, eta: 90 });
@@ -98,4 +98,11 @@ test("an error is told before a warning, and a lost run as one", () => {
 test("durations and numbers", () => {
   assert.deepEqual([0, 59.4, 60, 3599, 3600, 7260].map(duration), ["0 s", "59 s", "1 min", "1 h 0 min", "1 h 0 min", "2 h 1 min"]);
   assert.deepEqual([0.00001, 0.5, 12.345, 123456].map(short), ["1.0e-5", "0.500", "12.35", "1.2e+5"]);
+});
+
+test("a clip of a report is a row: what is used of it, or why it is left out", () => {
+  const used = { id: "a.mp4", usable: true, bucket: "64x64x9", frames: 25, frames_used: 9, used_fps: 24, used_seconds: 0.375, sound: true, caption: "sks walks", findings: [] };
+  assert.deepEqual(reportRow(used), ["+", "a.mp4", "64x64x9", "9 of 25", "24", "0.38", "yes", "sks walks"]);
+  const left = { id: "b.mp4", usable: false, caption: "", findings: ["no caption", "too short"] };
+  assert.deepEqual(reportRow(left), ["\u2715", "b.mp4", "", "", "", "", "", "no caption; too short"]);
 });

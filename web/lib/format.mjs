@@ -45,3 +45,11 @@ export function notice(history, status) {
   const warning = history.warnings[history.warnings.length - 1];
   return warning ? { kind: "warning", text: warning.message, more: warning.hint || "" } : null;
 }
+
+/** The cells of a clip in a report's table: mark, name, bucket, frames used, rate, seconds, sound, caption or why it is left out. */
+export function reportRow(clip) {
+  const number = (value, digits) => (Number.isFinite(value) ? String(Number(value.toFixed(digits))) : "");
+  const frames = Number.isFinite(clip.frames_used) ? `${clip.frames_used}${Number.isFinite(clip.frames) ? ` of ${clip.frames}` : ""}` : "";
+  const told = clip.usable ? clip.caption ?? "" : (clip.findings ?? []).join("; ");
+  return [clip.usable ? "+" : "\u2715", clip.id, clip.bucket ?? "", frames, number(clip.used_fps, 2), number(clip.used_seconds, 2), clip.sound ? "yes" : "", told];
+}

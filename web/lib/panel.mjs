@@ -1,7 +1,7 @@
 // The panels on our nodes: a run's chart, status and samples; a report; a model's summary. Built with text nodes only.
 
 import { drawn } from "./chart.mjs";
-import { notice, short, statusLine } from "./format.mjs";
+import { notice, reportRow, short, statusLine } from "./format.mjs";
 
 const SVG = "http://www.w3.org/2000/svg";
 const STYLE = `
@@ -9,6 +9,11 @@ const STYLE = `
   font: 11px/1.35 sans-serif; color: var(--input-text, #ddd); background: var(--comfy-input-bg, #222); border-radius: 6px; }
 .ltx-train.ltx-run { min-height: 150px; }
 .ltx-train.ltx-text { min-height: 48px; max-height: 340px; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; user-select: text; }
+.ltx-train.ltx-report { min-height: 60px; max-height: 420px; overflow: auto; user-select: text; }
+.ltx-train .ltx-head { white-space: pre-wrap; overflow-wrap: anywhere; }
+.ltx-train table { border-collapse: collapse; width: 100%; }
+.ltx-train th { text-align: left; font-weight: 600; opacity: 0.8; position: sticky; top: -4px; background: var(--comfy-input-bg, #222); }
+.ltx-train th, .ltx-train td { padding: 1px 6px 1px 0; vertical-align: top; border-bottom: 1px solid var(--border-color, #444); }
 .ltx-train .ltx-status { font-weight: 600; min-height: 15px; }
 .ltx-train svg { width: 100%; height: 84px; min-height: 84px; display: block; }
 .ltx-train .ltx-axes { display: flex; justify-content: space-between; opacity: 0.7; }
@@ -132,5 +137,46 @@ export class TextPanel {
   show(text, kind = "") {
     this.element.textContent = text;
     this.element.classList.toggle("ltx-error", kind === "error");
+  }
+}
+
+const COLUMNS = ["", "clip", "bucket", "frames", "fps", "seconds", "sound", "caption or reason"];
+
+/** A dataset's report: its totals and findings as text, its clips as a table, those that are left out first. */
+export class ReportPanel {
+  constructor(document) {
+    styled(document);
+    this.document = document;
+    this.element = element(document, "div", "ltx-train ltx-report");
+    this.head = element(document, "div", "ltx-head");
+    this.element.append(this.head);
+    this.table = null;
+  }
+
+  /** text: what it says of all clips together; rows: the clips (see reportRow). */
+  show(text, rows) {
+    this.head.textContent = text;
+    this.table?.remove();
+    this.table = rows?.length ? this.made(rows) : null;
+    if (this.table) this.element.append(this.table);
+  }
+
+  made(rows) {
+    const table = element(this.document, "table", "");
+    const row = (cells, tag, name) => {
+      const made = element(this.document, "tr", name);
+      for (const text of cells) made.append(element(this.document, tag, "", text));
+      return made;
+    };
+    const head = element(this.document, "thead", "");
+    head.append(row(COLUMNS, "th", ""));
+    const body = element(this.document, "tbody", "");
+    for (const one of rows) {
+      const made = row(reportRow(one), "td", one.usable ? "" : "ltx-error");
+      made.title = [one.id, ...(one.findings ?? [])].join("\n");
+      body.append(made);
+    }
+    table.append(head, body);
+    return table;
   }
 }
