@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from einops import rearrange
@@ -168,8 +169,8 @@ class Latents:
 
     @property
     def positions(self) -> Tensor:
-        """[B, 3 or 1, T, 2] float32 on the values' device."""
-        line = self.grid.positions(self.values.device)
+        """[B, 3 or 1, T, 2] float32 on the values' device: always views of one tensor a grid, not to be written to."""
+        line = _positions(self.grid, self.values.device)
         return line.unsqueeze(0).expand(self.batch, *line.shape)
 
     def with_tokens(self, tokens: Tensor) -> Latents:
@@ -178,6 +179,13 @@ class Latents:
 
     def to(self, *args, **kwargs) -> Latents:
         return Latents(self.values.to(*args, **kwargs), self.grid)
+
+
+@lru_cache(maxsize=64)
+def _positions(grid: Grid, device: torch.device) -> Tensor:
+    """A grid's positions, made once: what hangs on them (RoPE tables) is found again by the tensor itself."""
+    with torch.inference_mode(False):
+        return grid.positions(device)
 
 
 def pool_mask(mask: Tensor, factors: VideoFactors) -> Tensor:

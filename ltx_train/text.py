@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from .transfer import upload
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,7 @@ class Context:
     audio: Tensor | None
     mask: Tensor | None = None
 
-    def to(self, *args, **kwargs) -> Context:
-        """The same context moved or cast; the mask keeps its dtype."""
-        move = lambda t: None if t is None else t.to(*args, **kwargs)  # noqa: E731
-        mask = None if self.mask is None else self.mask.to((self.video if self.video is not None else self.audio).device)
-        return Context(move(self.video), move(self.audio), mask if mask is None else mask.to(move(self.video if self.video is not None else self.audio).device))
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Context:
+        """The same context moved (without waiting for the device) or cast; the mask keeps its dtype."""
+        device = device or (self.audio if self.video is None else self.video).device
+        return Context(upload(self.video, device, dtype), upload(self.audio, device, dtype), upload(self.mask, device))

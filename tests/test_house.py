@@ -14,7 +14,7 @@ ENGINE = ROOT / "ltx_train"
 # floors from the ground up; rooms of one floor do not know each other, neighbours inside a room lean one way
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "section"),
-    ("geometry", "text", "tensorfile"),
+    ("geometry", "text", "tensorfile", "transfer"),
     ("models", "data", "runs"),
     ("conditioning", "lora", "memory"),
     ("training", "sampling"),

@@ -16,6 +16,7 @@ from ..errors import DataError
 from ..geometry import AudioGrid, Latents, VideoFactors
 from ..section import Section
 from ..text import Context, TextFeatures
+from ..transfer import upload
 from .buckets import ClipOptions
 from .cache import Cache, Manifest
 from .items import Item, TrainingDataset
@@ -218,13 +219,13 @@ class Batch:
         return len(self.ids)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
-        """The batch on a device; latents and context cast to ``dtype`` if given, masks and weights kept."""
-        move = lambda t: None if t is None else t.to(device=device, dtype=dtype)  # noqa: E731
-        roles = {name: value.to(device=device, dtype=dtype) if isinstance(value, Latents) else value.to(device) for name, value in self.roles.items()}
-        context = self.context.to(device=device, dtype=dtype) if dtype else self.context.to(device=device)
+        """The batch on a device, without waiting for it; latents and context cast to ``dtype`` if given, masks and weights kept."""
+        move = lambda t: None if t is None else Latents(upload(t.values, device, dtype), t.grid)  # noqa: E731
+        roles = {name: move(value) if isinstance(value, Latents) else upload(value, device) for name, value in self.roles.items()}
+        context = self.context.to(device, dtype)
         return replace(
             self, video=move(self.video), audio=move(self.audio), context=context, roles=roles,
-            audio_present=self.audio_present, weight=self.weight.to(device),
+            audio_present=self.audio_present, weight=upload(self.weight, device),
         )  # fmt: skip
 
 

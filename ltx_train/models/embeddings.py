@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -79,12 +80,18 @@ class Rope(NamedTuple):
     sin: Tensor
 
 
+TABLE_BYTES = 128 << 20
+"""Room for the tables that one :class:`RotaryEmbedding` keeps; the newest is kept whatever its size."""
+
+
 class RotaryEmbedding:
     """Positions to rotary tables. Heads hold different frequencies: the table spans the whole width, then is cut.
 
     angle = theta^linspace(0, 1, n) * pi/2 * (2 p / max_pos - 1), n = width // (2 * axes) frequencies an axis, laid out
     frequency-major with the axis fastest, padded in front by rotations of zero up to width / 2.
     It holds no weights, so it is no module: the frequencies are made on the CPU (float64 everywhere) and kept by device.
+    Tables are kept too, by the positions' own memory and version: a bucket's tables are made once. Comparing numbers
+    instead would wait for the device.
     """
 
     def __init__(self, width: int, heads: int, max_pos: tuple[float, ...], *, theta: float, precision: str, middle: bool) -> None:
@@ -93,6 +100,7 @@ class RotaryEmbedding:
         dtype = torch.float64 if precision == "float64" else torch.float32
         exponents = torch.linspace(0.0, 1.0, width // (2 * len(max_pos)), dtype=dtype, device="cpu")
         self._frequencies = {torch.device("cpu"): (theta**exponents * math.pi / 2.0).to(torch.float32)}
+        self._tables: OrderedDict[tuple, tuple[Tensor, Rope]] = OrderedDict()
 
     def frequencies(self, device: torch.device) -> Tensor:
         """[n] float32 on ``device``."""
@@ -103,6 +111,20 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor) -> Rope:
         """positions [B, axes, T, 2] (start, end) in the units of ``max_pos`` -> tables [B, T, heads, head_dim / 2]."""
         assert positions.shape[1] == len(self.max_pos), f"{tuple(positions.shape)} for {len(self.max_pos)} axes"
+        key = _memory_of(positions)
+        if key is None:
+            return self.tables(positions)
+        if key not in self._tables:
+            with torch.inference_mode(False):  # a preview's tables serve training too
+                self._tables[key] = (positions, self.tables(positions))  # held: its memory is nobody else's meanwhile
+            while len(self._tables) > 1 and sum(rope.cos.nbytes + rope.sin.nbytes for _, rope in self._tables.values()) > TABLE_BYTES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key][1]
+
+    @torch.no_grad()
+    def tables(self, positions: Tensor) -> Rope:
+        """See the call; always computed."""
         positions = positions.float()
         at = (positions[..., 0] + positions[..., 1]) / 2.0 if self.middle else positions[..., 0]
         fraction = torch.stack([at[:, axis] / limit for axis, limit in enumerate(self.max_pos)], dim=-1)
@@ -110,6 +132,16 @@ class RotaryEmbedding:
         angles = F.pad(angles.flatten(2), (self.width // 2 - angles.shape[-2] * angles.shape[-1], 0))
         angles = angles.unflatten(-1, (self.heads, -1))
         return Rope(angles.cos(), angles.sin())
+
+
+def _memory_of(positions: Tensor) -> tuple | None:
+    """What tells the same unchanged numbers again without reading them; None where nothing may be kept."""
+    if positions.is_meta or positions.is_inference() or positions.requires_grad or torch.compiler.is_compiling():
+        return None
+    if positions.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None  # a recorded pass is given other positions later
+    place = (positions.untyped_storage().data_ptr(), positions.storage_offset(), positions.shape, positions.stride())
+    return (*place, positions.dtype, positions.device, positions._version)
 
 
 def rotate(x: Tensor, rope: Rope, interleaved: bool) -> Tensor:

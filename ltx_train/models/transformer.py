@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..transfer import upload
 from .blocks import Keep, StreamInputs, TransformerBlock, modulate, table_rows
 from .embeddings import AdaLNSingle, CaptionProjection, RotaryEmbedding
 from .families import TransformerConfig
@@ -79,7 +80,7 @@ class Perturbations:
                 continue
             assert mask.shape[0] == num_layers, f"{field.name} {tuple(mask.shape)} for {num_layers} blocks"
             kept = (mask == 1).all(dim=1).tolist()
-            on_device = mask.to(device)
+            on_device = upload(mask, device)
             per_type.append([None if whole else on_device[i] for i, whole in enumerate(kept)])
         return [None if all(m is None for m in masks) else Keep(*masks) for masks in zip(*per_type)]
 

@@ -58,8 +58,7 @@ class StepMeter:
             loss, sigma, counts = rows.unbind(-1)
             keep = counts > 0
             loss = torch.where(keep, loss, torch.zeros_like(loss))
-            edges = torch.tensor(SIGMA_EDGES[1:-1], device=device)
-            bins = torch.bucketize(sigma.contiguous(), edges, right=True)
+            bins = torch.stack([sigma >= edge for edge in SIGMA_EDGES[1:-1]]).sum(0)  # by plain numbers: a tensor of edges would be copied over
             per_bin = torch.zeros(len(SIGMA_EDGES) - 1, device=device).index_add_(0, bins, loss)
             in_bin = torch.zeros(len(SIGMA_EDGES) - 1, device=device).index_add_(0, bins, keep.float())
             parts += [loss.sum().view(1), keep.float().sum().view(1), per_bin, in_bin]

@@ -16,6 +16,7 @@ from ..errors import DataError
 from ..models.families import TransformerConfig
 from ..models.modality import Modality
 from ..models.transformer import Perturbations
+from ..transfer import upload
 from .flow_matching import FlowMatchingSection, ModalityBalance
 from .randomness import KeyedDraws, keyed_generator
 
@@ -151,7 +152,7 @@ class TrainStep:
     def _noised(self, modality: str, state: LatentState, levels: Mapping[str, list[float]], seed: int, step: int, slots: Sequence[int]) -> _Stream:
         if modality not in levels:
             return _Stream(state, torch.zeros(state.batch, device=state.device), None, state.clean)
-        sigma = torch.tensor(levels[modality]).to(state.device, non_blocking=True)
+        sigma = upload(torch.tensor(levels[modality]), state.device)
         shape = (state.num_target, state.clean.shape[2])
         draw = lambda slot: torch.randn(shape, generator=keyed_generator(seed, step, slot, modality, device=state.device), device=state.device)  # noqa: E731
         noise = torch.stack([draw(slot) for slot in slots])
@@ -170,7 +171,7 @@ class TrainStep:
         self, batch: Batch, streams: Mapping[str, _Stream], velocity: Mapping[str, Tensor | None], prior: Mapping[str, Tensor | None]
     ) -> StepOutput:
         losses, counts, total = {}, {}, 0.0
-        general = None if batch.regularisation is None else batch.regularisation.to(batch.weight.device)
+        general = upload(batch.regularisation, batch.weight.device)
         for modality, stream in streams.items():
             if not stream.generated:
                 continue
@@ -179,11 +180,11 @@ class TrainStep:
             if modality == "video" and "loss_mask" in batch.roles:  # transparent parts of the pictures do not count
                 weight = weight * batch.roles["loss_mask"].reshape(weight.shape).to(weight)
             if modality == "audio":
-                weight = weight * batch.audio_present.to(weight)[:, None]
+                weight = weight * upload(batch.audio_present, weight.device, weight.dtype)[:, None]
             prediction = velocity[modality][:, : state.num_target]
             target = state.target(stream.noise)
             if prior:
-                own = batch.prior.to(target.device)[:, None, None]
+                own = upload(batch.prior, target.device)[:, None, None]
                 target = torch.where(own, prior[modality][:, : state.num_target].to(target.dtype), target)
             loss = self.objective.sample_loss(prediction, target, weight)
             total = total + self._factor(modality) * self.objective.sigma_weight(stream.sigma) * loss

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ltx_train.geometry import AudioGrid, VideoGrid
+from ltx_train.geometry import AudioGrid, Latents, VideoGrid
 from ltx_train.models.embeddings import AdaLNSingle, CaptionProjection, Rope, RotaryEmbedding, rotate, timestep_features
 
 
@@ -106,3 +106,49 @@ def test_split_and_interleaved_rotate_their_pairs():
     pairs = torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous()) * turn
     torch.testing.assert_close(rotate(x, rope, interleaved=True), torch.view_as_real(pairs).flatten(-2))
     assert rotate(x.bfloat16(), rope, interleaved=True).dtype == torch.bfloat16
+
+
+class TestTables:
+    """RoPE tables are made once a bucket, and never taken for others' positions."""
+
+    def rotary(self):
+        return RotaryEmbedding(64, 4, (20.0, 2048.0, 2048.0), theta=10000.0, precision="float64", middle=True)
+
+    def latents(self, batch=1, fps=24.0):
+        grid = VideoGrid(3, 2, 2, fps=fps)
+        return Latents(torch.zeros(batch, 128, 3, 2, 2), grid)
+
+    def test_once_a_bucket(self):
+        rotary = self.rotary()
+        first = rotary(self.latents().positions)
+        assert rotary(self.latents().positions) is first, "another clip of the same grid"
+        for other in (self.latents(batch=2).positions, self.latents(fps=25.0).positions):
+            torch.testing.assert_close(rotary(other), rotary.tables(other), rtol=0, atol=0)
+            assert rotary(other) is not first
+        with torch.inference_mode():
+            assert rotary(self.latents().positions) is first
+            shown = self.rotary()(self.latents().positions)
+        assert not shown.cos.is_inference(), "what a preview makes may be saved for a backward pass"
+
+    def test_changed_or_freed_positions_are_other_positions(self):
+        rotary = self.rotary()
+        positions = self.latents().positions.clone()
+        rotary(positions)
+        positions[..., 1] += 3.0
+        torch.testing.assert_close(rotary(positions), rotary.tables(positions), rtol=0, atol=0)
+        for n in range(20):  # each is freed before the next is made, and would get its memory
+            positions = torch.full((1, 3, 12, 2), float(n))
+            torch.testing.assert_close(rotary(positions), rotary.tables(positions), rtol=0, atol=0)
+
+    def test_kept_within_bounds(self, monkeypatch):
+        import ltx_train.models.embeddings as embeddings
+
+        rotary = self.rotary()
+        one = rotary.tables(self.latents().positions)
+        monkeypatch.setattr(embeddings, "TABLE_BYTES", 3 * (one.cos.nbytes + one.sin.nbytes))
+        for n in range(9):
+            rotary(self.latents(fps=10.0 + n).positions)
+            assert len(rotary._tables) == min(n + 1, 3)
+        monkeypatch.setattr(embeddings, "TABLE_BYTES", 0)
+        rotary(self.latents().positions)
+        assert len(rotary._tables) == 1

@@ -1,0 +1,40 @@
+"""Copies between host and device that nobody waits for: uploads from page-locked memory, numbers on their way back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def upload(tensor: Tensor | None, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor | None:
+    """``tensor`` on ``device`` (in ``dtype``, where given) without waiting for what the device is doing; None stays None.
+
+    A plain ``.to(device)`` from pageable memory stops the host until the device has caught up.
+    """
+    if tensor is None:
+        return None
+    kind = torch.device(device).type
+    if tensor.device.type == "cpu" and kind == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # torch's host allocator keeps it until the copy is through
+    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=kind != "cpu")  # towards the host it would be read too early
+
+
+class Reading:
+    """Numbers of a device tensor on their way to the host: asked for now, read later."""
+
+    def __init__(self, values: Tensor) -> None:
+        """values: [n], detached; what is launched later does not change what is read."""
+        self._event: torch.cuda.Event | None = None
+        if values.device.type != "cuda":
+            self._host = values.detach().clone()
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values.detach(), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(values.device))
+
+    def get(self) -> list[float]:
+        """The numbers; waits until they have arrived, not for what was launched after them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
