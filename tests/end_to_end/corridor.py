@@ -263,8 +263,11 @@ def furthest(one, other, group="weights"):
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "ltx_train.trainer", "ltx_train.worker", "ltx_train.validation", "ltx_train.models.connectors", "tests.end_to_end.corridor", "peft", "bitsandbytes.optim"]
-)
+    [
+        "torch", "ltx_train.trainer", "ltx_train.worker", "ltx_train.validation", "ltx_train.models.connectors", "tests.end_to_end.corridor",
+        "peft", "bitsandbytes.optim", "diffusers.models.autoencoders.autoencoder_kl_ltx2",
+    ]
+)  # fmt: skip
 
 
 def _work(run, environment):
