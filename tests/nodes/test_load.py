@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.nodes.stand_in import described
 
 ROOT = Path(__file__).parents[2]
@@ -95,12 +97,27 @@ def test_every_node_has_its_help(pack):
     assert missing == []
 
 
-def test_locales_name_only_what_is_there(pack):
-    """Every node and input named in a locale exists; English names every node."""
-    for file in sorted((ROOT / "locales").glob("*/nodeDefs.json")):
-        told = json.loads(file.read_text(encoding="utf-8"))
-        for name, node in told.items():
-            schema = pack.nodes[name].define_schema()
-            assert set(node.get("inputs", {})) <= {one.id for one in schema.inputs}, f"{file.parent.name} {name}"
-        if file.parent.name == "en":
-            assert set(told) == set(pack.nodes)
+def labelled(schema):
+    """The keys of a node's inputs in nodeDefs.json; an input that a choice brings has the choice's name before its own, as the browser asks for it."""
+    of_choices = {f"{one.id}_{i.id}" for one in schema.inputs if one.io_type.startswith("COMFY_DYN") for o in one.options for i in o.inputs}
+    return {one.id for one in schema.inputs} | of_choices
+
+
+@pytest.mark.parametrize("language", ["en", "zh", "ja"])
+def test_every_input_and_output_has_its_label_in_every_language(pack, language):
+    """And nothing is named that is not there. A new input needs a name in locales/<language>/nodeDefs.json."""
+    told = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+    assert set(told) == set(pack.nodes)
+    for name, node in pack.nodes.items():
+        schema = node.define_schema()
+        inputs = told[name]["inputs"]
+        assert {"missing": labelled(schema) - set(inputs), "too many": set(inputs) - labelled(schema)} == {"missing": set(), "too many": set()}, name
+        assert set(told[name]["outputs"]) == {str(n) for n in range(len(schema.outputs))}, name
+        texts = [told[name]["display_name"], told[name]["description"], *(one["name"] for one in inputs.values())]
+        assert all(text.strip() for text in texts), name
+
+
+def test_the_memory_settings_explain_themselves_in_every_language(pack):
+    for language in ("zh", "ja"):
+        told = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+        assert [key for key, one in told["LTXTrainMemorySettings"]["inputs"].items() if not one.get("tooltip")] == [], language
