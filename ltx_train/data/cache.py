@@ -223,6 +223,8 @@ def pixel_facts(plan: ClipPlan) -> list[Any]:
     facts += [options.crop == "motion" and not options.letterbox, probe.interlaced, [probe.coded_width, probe.coded_height]]
     if probe.transfer != "sdr":
         facts.append(["hdr", probe.transfer, options.hdr])
+    if probe.gamut:
+        facts.append(["gamut", probe.gamut])
     if probe.alpha or plan.placement.left < 0 or plan.placement.top < 0:
         facts.append(["colour", list(options.alpha_colour)])
     return facts

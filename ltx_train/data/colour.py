@@ -1,4 +1,4 @@
-"""Decoded frames to 8-bit RGB: matrices and ranges, HLG and PQ tone mapping, transparency."""
+"""Decoded frames to 8-bit RGB: matrices and ranges, wide gamuts, HLG and PQ tone mapping, transparency."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ PEAK = 1000.0
 KNEE = 0.5
 _BT2020_TO_709 = np.array([[1.660491, -0.587641, -0.072850], [-0.124550, 1.132900, -0.008349], [-0.018151, -0.100579, 1.118730]], np.float32)
 """Linear light, ITU-R BT.2087."""
+_P3_TO_709 = np.array([[1.224940, -0.224940, 0.0], [-0.042057, 1.042057, 0.0], [-0.019638, -0.078636, 1.098274]], np.float32)
+"""Linear light, from the primaries of SMPTE EG 432-1 (Display P3) and BT.709, both of white D65."""
+GAMUTS = {"bt2020": _BT2020_TO_709, "p3": _P3_TO_709}
 _LUMA_2020 = np.array([0.2627, 0.6780, 0.0593], np.float32)
 
 
@@ -64,6 +67,17 @@ def hdr_to_rgb(frame: Any, transfer: str, width: int, height: int) -> np.ndarray
     """[height, width, 3] uint8 standard range of an HLG or PQ frame, scaled on the way so that little is in float."""
     signal = _convert(frame, "rgb48le", width, height).astype(np.float32) / 65535.0
     return tone_map(signal, transfer)
+
+
+def wide_to_rgb(frame: Any, gamut: str, width: int, height: int) -> np.ndarray:
+    """[height, width, 3] uint8 BT.709 of a standard-range frame in a wider gamut, scaled on the way."""
+    return narrow(_convert(frame, "rgb48le", width, height).astype(np.float32) / 65535.0, gamut)
+
+
+def narrow(signal: np.ndarray, gamut: str) -> np.ndarray:
+    """Non-linear signal [..., 3] in 0..1 of a wide gamut ("bt2020" or "p3") -> uint8 BT.709; what lies outside is clipped, grey stays grey."""
+    light = np.clip(signal, 0.0, 1.0) ** 2.4 @ GAMUTS[gamut].T
+    return np.rint(255.0 * np.clip(light, 0.0, 1.0) ** (1 / 2.4)).astype(np.uint8)
 
 
 def tone_map(signal: np.ndarray, transfer: str) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .buckets import Bucket, ClipPlan, Placement
-from .colour import composite, hdr_to_rgb, rgb, rgba
+from .colour import composite, hdr_to_rgb, rgb, rgba, wide_to_rgb
 from .findings import MediaError
 from .orientation import Orientation
 from .probe import Probe, opened
@@ -221,6 +221,8 @@ def to_bucket(frame: Any, plan: ClipPlan, place: Placement) -> Picture:
         pixels, turn, size = frame, Orientation(), (place.fit_width, place.fit_height)  # stills come upright
     elif probe.transfer != "sdr":
         pixels = hdr_to_rgb(frame, probe.transfer, *size)
+    elif probe.gamut and not probe.alpha:
+        pixels = wide_to_rgb(frame, probe.gamut, *size)
     elif probe.alpha:
         pixels = rgba(frame)
     else:

@@ -41,6 +41,7 @@ CODES: dict[str, Kind] = {
     "media.interlaced": Kind(False, "The clip is interlaced; it is deinterlaced."),
     "media.sample_aspect": Kind(False, "Pixels are not square; the picture is stretched to its true shape."),
     "media.hdr": Kind(False, "HDR (HLG or PQ) is tone-mapped to standard range."),
+    "media.wide_gamut": Kind(False, "The colours are of a wider gamut (BT.2020 or P3); they are converted to BT.709."),
     "media.hdr_refused": Kind(True, "HDR clips are refused by the data settings: set hdr to tone_map, or convert the clip."),
     "media.alpha": Kind(False, "Transparency is composited on the chosen colour, or used as loss mask, as set."),
     "media.grey": Kind(False, "The picture has no colour."),

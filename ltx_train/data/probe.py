@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import av
 
 HDR_TRANSFERS = {16: "pq", 18: "hlg"}
+WIDE_PRIMARIES = {9: "bt2020", 11: "p3", 12: "p3"}  # AVColorPrimaries
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Probe:
     stream: int = 0
     sound: SoundInfo | None = None
     findings: tuple[Finding, ...] = ()
+    gamut: str = ""  # of a standard-range clip: wider than BT.709
 
     @property
     def frames(self) -> int:
@@ -274,6 +276,7 @@ def _picture(path: Path, size: int, container: Any, video: Any, sound: SoundInfo
     width, height = context.width, context.height
     shown = (max(1, round(width * aspect)), height)
     transfer = HDR_TRANSFERS.get(int(context.color_trc or 0), "sdr")
+    gamut = WIDE_PRIMARIES.get(int(context.color_primaries or 0), "") if transfer == "sdr" else ""
     alpha = bool(context.format and any(c.is_alpha for c in context.format.components)) or video.metadata.get("alpha_mode") == "1"
     bits = context.format.components[0].bits if context.format else 8
     interlaced = str(getattr(context, "field_order", "")).lower() not in ("", "unknown", "progressive", "0", "1", "none")
@@ -288,11 +291,14 @@ def _picture(path: Path, size: int, container: Any, video: Any, sound: SoundInfo
         findings.append(Finding("media.interlaced", "interlaced picture"))
     if transfer != "sdr":
         findings.append(Finding("media.hdr", f"{transfer.upper()} high dynamic range"))
+    if gamut and not alpha:
+        findings.append(Finding("media.wide_gamut", f"{gamut.upper()} colours in standard range"))
     if alpha:
         findings.append(Finding("media.alpha", "the picture has transparency"))
     shown = shown[::-1] if orientation.swaps else shown
     return Probe(
-        path, "video", size, *shown, width, height, line, orientation, aspect, context.name, context.pix_fmt or "", bits, transfer, interlaced, alpha, False, video.index, sound, tuple(findings)
+        path, "video", size, *shown, width, height, line, orientation, aspect, context.name, context.pix_fmt or "", bits, transfer, interlaced, alpha, False, video.index,
+        sound, tuple(findings), gamut,
     )  # fmt: skip
 
 

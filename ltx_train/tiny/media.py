@@ -238,6 +238,29 @@ def _hdr(transfer: int, signal: float) -> Callable[[Path], object]:
     return write
 
 
+WIDE_COLOUR = (200, 70, 40)
+"""What a BT.709 display shows of the lower half of the wide-gamut clips."""
+_709_TO_WIDE = {9: ((0.627404, 0.329283, 0.043313), (0.069097, 0.919540, 0.011362), (0.016391, 0.088013, 0.895595)),
+                12: ((0.822462, 0.177538, 0.0), (0.033194, 0.966806, 0.0), (0.017083, 0.072397, 0.910520))}  # fmt: skip
+
+
+def _wide(primaries: int) -> Callable[[Path], object]:
+    """A 10-bit standard-range HEVC clip in BT.2020 (9) or Display P3 (12) whose lower half is WIDE_COLOUR."""
+
+    def write(path: Path) -> object:
+        light = np.array(_709_TO_WIDE[primaries]) @ (np.array(WIDE_COLOUR) / 255) ** 2.4
+        frames = []
+        for n in range(25):
+            frame = counter_frame(n).astype(np.float64) / 255.0
+            frame[48:] = light ** (1 / 2.4)
+            frames.append(np.rint(frame * 65535).astype(np.uint16))
+        tags = (9, 9, 14, 1) if primaries == 9 else (1, 12, 1, 1)
+        coding = Coding("libx265", "yuv444p10le", {"crf": "4", "preset": "ultrafast", "x265-params": "log-level=none"}, tags=tags)
+        return encode(path, frames, Fraction(24), coding, source="rgb48le")
+
+    return write
+
+
 def _alpha_video(codec: str, pixel_format: str, options: dict[str, str]) -> Callable[[Path], object]:
     """The left lower quarter is transparent."""
 
@@ -295,6 +318,8 @@ def _kinds_video() -> list[Kind]:
         Kind("twelve_bit.mkv", _simple(Coding("libx265", "yuv422p12le", {"crf": "8", "preset": "ultrafast", "x265-params": "log-level=none"})), e(counters=FIRST9)),
         Kind("hlg.mp4", _hdr(18, HLG_GREY), e(notes=("media.hdr",), counters=FIRST9, left=(228, 228, 228), right=(228, 228, 228))),
         Kind("pq.mkv", _hdr(16, PQ_GREY), e(notes=("media.hdr",), counters=FIRST9, left=(228, 228, 228), right=(228, 228, 228))),
+        Kind("bt2020_sdr.mp4", _wide(9), e(notes=("media.wide_gamut",), counters=FIRST9, left=WIDE_COLOUR, right=WIDE_COLOUR)),
+        Kind("display_p3.mp4", _wide(12), e(notes=("media.wide_gamut",), counters=FIRST9, left=WIDE_COLOUR, right=WIDE_COLOUR)),
         Kind("vp9.webm", _simple(Coding("libvpx-vp9", options={"crf": "10", "b": "0", "cpu-used": "8"})), e(counters=FIRST9)),
         Kind("vp9_alpha.webm", _alpha_video("libvpx-vp9", "yuva420p", {"crf": "10", "b": "0", "cpu-used": "8"}), e(notes=("media.alpha",), counters=FIRST9, left=(0, 0, 0))),
         Kind("prores_alpha.mov", _alpha_video("prores_ks", "yuva444p10le", {"profile": "4444"}), e(notes=("media.alpha",), counters=FIRST9, left=(0, 0, 0))),
