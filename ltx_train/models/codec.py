@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 CodecComponent = Literal["video_vae", "audio_vae", "text_encoder"]
 M = TypeVar("M")
 
+_SMALL = 2**26  # parameters: a network below this is freed without a full collection, which takes half a second
 _USABLE = 0.8  # of the free memory: the allocator loses some to fragments
 
 
@@ -112,12 +114,18 @@ class EngineCodec:
     def release(self, component: CodecComponent | None = None) -> None:
         if self._loaded is None or (component is not None and not self._loaded[0].startswith(component)):
             return
+        large = self._size(self._loaded[0].partition(".")[0]) > _SMALL
         self._loaded = None
-        gc.collect()
+        if large or self.device.type != "cpu":
+            gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         elif self.device.type == "mps":
             torch.mps.empty_cache()
+
+    def _size(self, component: str) -> int:
+        source = self.checkpoint.source(component)
+        return sum(math.prod(source.info(name).shape) for name in source.keys())
 
     def _use(self, key: str, load: Callable[[], M]) -> M:
         """The loaded model of ``key``, or a fresh one after freeing what was there."""
