@@ -52,6 +52,10 @@ class ContextStore:
                 progress(done + 1, len(distinct))
         self._connectors = None
 
+    def leave(self) -> None:
+        """Take the connectors off the device, if they are there; they are loaded again when a caption needs them."""
+        self._connectors = None
+
     def batch(self, keys: Sequence[str]) -> Context:
         """The contexts of several captions stacked along the batch, on the device."""
         parts = [self._kept[k].to(self._device) if k in self._kept else self._compute([k]) for k in keys]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,13 +31,19 @@ from .runs.lock import ProcessId
 from .runs.run_dir import Kind, RunDir, Status
 
 MAX_RESTARTS = 3
+GO_ON = 30.0
+"""Seconds that a parked child gets to take up its next part; it looks several times a second."""
 # edits the saved job to need less memory and says how in one line; None when nothing is left to lower
 LowerPlan = Callable[[RunDir, int], "str | None"]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a child: everything beside the run itself."""
+    """How to start a child: everything beside the run itself.
+
+    steps_this_run: a part of so many steps, after which the child parks (0: all steps). until: the part ends at this step
+    instead. owner: the process whose end also ends a parked child; None: it waits as long as the job says.
+    """
 
     kind: Kind = "train"
     job: Path | None = None
@@ -53,6 +59,13 @@ class Launch:
     network: bool = False
     extra_env: Mapping[str, str] = field(default_factory=dict)
     lower_plan: LowerPlan | None = None
+    steps_this_run: int = 0
+    until: int | None = None
+    owner: ProcessId | None = None
+
+    def ask(self, run: RunDir) -> None:
+        """Tell the child which part to train: one that starts, or one that is parked."""
+        run.request("go_on", steps=self.steps_this_run, until=self.until, owner=None if self.owner is None else asdict(self.owner))
 
     @property
     def python(self) -> Path:
@@ -62,7 +75,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child ended. ``log`` holds the last lines of its output; ``error`` its own last words, if it had any."""
+    """How a child ended, or that it is parked. ``log`` holds the last lines of its output; ``error`` its own last words, if it had any."""
 
     state: str
     exit_code: int | None
@@ -71,14 +84,20 @@ class Outcome:
     code: str = ""
     error: ErrorEvent | None = None
     log: tuple[str, ...] = ()
+    part_done: bool = False
 
     @property
     def ok(self) -> bool:
         return self.exit_code == OK and self.state == "finished"
 
+    @property
+    def parked(self) -> bool:
+        """Whether the child waits for the next part."""
+        return self.state == "parked"
+
     def raise_for_error(self) -> None:
-        """Raise what the child ended with; nothing if it finished."""
-        if self.ok:
+        """Raise what the child ended with; nothing if it finished, or its part is done."""
+        if self.ok or self.part_done:
             return
         if self.exit_code == STOPPED:
             raise StopRequested(self.message)
@@ -122,13 +141,30 @@ class Child:
     def status(self) -> Status:
         return self.run.status()
 
+    @property
+    def parked(self) -> bool:
+        """Whether it lives and waits for its next part."""
+        return self.run.read_status().state == "parked" and self.alive()
+
+    def go_on(self) -> bool:
+        """Have a parked child train the part that ``launch`` names; False where it ends or has ended instead."""
+        end = self.run.events_path.stat().st_size
+        self.launch.ask(self.run)
+        deadline = time.monotonic() + GO_ON
+        while self.parked and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.offset = end
+        return self.alive() and self.run.read_status().state == "running"
+
     def follow(self, poll: float = 0.2) -> Iterator[Event]:
-        """Every event from ``offset`` on until the child has ended, across restarts after running out of memory."""
+        """Every event from ``offset`` on until the child has ended or parked, across restarts after running out of memory."""
         while True:
-            alive = self.alive()  # looked at before reading, so that nothing written before the end is missed
+            parked, alive = self.parked, self.alive()  # looked at before reading, so that nothing written before the end is missed
             batch = self.run.events(self.offset)
             self.offset = batch.offset
             yield from batch.events
+            if parked:
+                return
             if alive:
                 time.sleep(poll)
             elif not self._start_lower():
@@ -139,9 +175,11 @@ class Child:
                 return
 
     def wait(self, timeout: float | None = None, poll: float = 0.1) -> Outcome:
-        """Wait for the end, restarts included. Raises TimeoutError."""
+        """Wait for the end, restarts included, or until the child is parked. Raises TimeoutError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.alive() or self._start_lower():
+            if self.parked:
+                return self._waiting()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"The run {self.run.name} goes on after {timeout:g} s.")
             time.sleep(poll)
@@ -177,8 +215,12 @@ class Child:
             self._popen.wait(timeout=30)
 
     def outcome(self) -> Outcome | None:
-        """How it ended; None while it lives."""
-        return None if self.alive() else self._settle()
+        """How it ended, or that it is parked; None while it works."""
+        return self._waiting() if self.parked else None if self.alive() else self._settle()
+
+    def _waiting(self) -> Outcome:
+        status = self.run.read_status()
+        return Outcome("parked", None, f"Step {status.step} of {status.total} is reached; the trainer waits for the next part.", part_done=True)
 
     # -- the end --
 
@@ -197,7 +239,8 @@ class Child:
         log = EventLog(self.run.events_path)
         log.write(PlanEvent(notch=notch, message=f"Out of memory; starting again with less: {message}"))
         log.close()
-        fresh = start(self.run.path, launch=self.launch, if_live="refuse", attempt=status.attempt + 1, notch=notch)
+        launch = replace(self.launch, until=status.part) if status.part is not None else self.launch
+        fresh = start(self.run.path, launch=launch, if_live="refuse", attempt=status.attempt + 1, notch=notch)
         self._popen, self._token = fresh._popen, fresh._token
         return True
 
@@ -262,6 +305,7 @@ class Child:
             code=error.code if error is not None else "",
             error=error if told else None,
             log=() if code in (OK, STOPPED) else tuple(self.run.tail(30)),
+            part_done=status.part_done,
         )
 
 
@@ -276,7 +320,7 @@ def start(
 ) -> Child:
     """Start a child for a run directory or the job file in one; ``options`` are fields of ``Launch``.
 
-    A run that a live process works on is attached to, or refused with RunError ``run.locked``.
+    A run that a live process works on is attached to, or refused with RunError ``run.locked``; a parked one goes on.
     ``notch`` keeps its old value if None: a run that needed less memory starts with less.
     """
     launch = replace(launch or Launch(), **options)  # type: ignore[arg-type]
@@ -289,7 +333,15 @@ def start(
     except RunError:
         if if_live == "refuse":
             raise
-        return attach(run.path, launch=launch) or start(run.path, launch=launch, if_live="refuse", attempt=attempt, notch=notch)
+        child = attach(run.path, launch=launch)
+        if child is not None and not child.parked:
+            return child
+        if child is not None:
+            child.launch = launch  # whoever has it go on starts it again if memory runs out
+            if child.go_on():
+                return child
+            child.stop()  # it was about to end by itself
+        return start(run.path, launch=launch, if_live="refuse", attempt=attempt, notch=notch)
     try:
         run.clear_requests()
         for log in run.path.glob("train.rank*.log"):
@@ -299,6 +351,8 @@ def start(
         run.write_status(
             Status(state="queued", kind=launch.kind, step=old.step, total=old.total, attempt=attempt, notch=old.notch if notch is None else notch, started=time.time())
         )
+        if launch.steps_this_run or launch.until is not None:
+            launch.ask(run)
         popen = _spawn(run, launch, token)
         child = ProcessId.of(popen.pid)
         owner = run.lock.owner()

@@ -26,14 +26,14 @@ _SOUND_WORK = 1 << 30
 
 
 @dataclass
-class _Parked:
+class Parked:
     """The bytes of one storage in host memory. Tensors and views keep pointing at the emptied storage, which is filled again."""
 
     storage: torch.UntypedStorage
     host: Tensor
 
     @classmethod
-    def take(cls, storage: torch.UntypedStorage) -> _Parked:
+    def take(cls, storage: torch.UntypedStorage) -> Parked:
         parked = cls(storage, _bytes_of(storage).to("cpu", copy=True))
         storage.resize_(0)
         return parked
@@ -55,7 +55,7 @@ class Room:
         self.device, self.transformer, self.optimizer = device, transformer, optimizer
         self.free = free or (lambda: free_bytes(device))
         self.moves = device.type == "cuda"
-        self._parked: list[_Parked] = []
+        self._parked: list[Parked] = []
 
     @contextmanager
     def without_optimizer(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Room:
         parked = []
         try:
             if self.moves and self.optimizer is not None:
-                parked = [_Parked.take(s) for s in _storages(_state_tensors(self.optimizer), self.device)]
+                parked = [Parked.take(s) for s in _storages(_state_tensors(self.optimizer), self.device)]
                 self._settle()
             yield
         finally:
@@ -90,7 +90,7 @@ class Room:
             for storage in _storages(tensors, self.device):
                 if psutil.virtual_memory().available - HOST_RESERVE < storage.nbytes():
                     return
-                self._parked.append(_Parked.take(storage))
+                self._parked.append(Parked.take(storage))
 
     def restore(self) -> None:
         """Bring the parked blocks back; the decoder must have been released."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .config import Job, PreprocessJob, SampleJob, TrainConfig, digest
 from .errors import ConfigError, LtxTrainError, RunError
-from .launch import Child, Launch, start
+from .launch import Child, Launch, attach, start
 from .planner import lower_plan
 from .runs.identity import Identity, Verdict
 from .runs.lock import write_atomic
@@ -53,12 +53,15 @@ class FoundRun:
 def open_training(config: TrainConfig) -> OpenedRun:
     """The run of a training: the directory it names, gone on with where it is the same training, else ``name_002``.
 
-    A live run of the same training is given back as it is. Relative paths start at the current folder.
+    A live run of the same training is given back as it is; one that is parked ends first when its settings have changed,
+    and goes on with the new ones from its snapshot. Relative paths start at the current folder.
     """
     config = config.resolved()
     found = find_run(config)
     if found.verdict is not None and found.run.live():
-        return OpenedRun(found.run, found.old, found.verdict)
+        if not parked(found.run) or same_job(config, found):
+            return OpenedRun(found.run, found.old, found.verdict)
+        end_parked(found.run)
     done = found.run.read_status().step if found.verdict is not None else 0
     if found.verdict is not None and found.verdict.relation == "extend" and config.optimization.steps < done:
         raise RunError(
@@ -72,6 +75,24 @@ def open_training(config: TrainConfig) -> OpenedRun:
     if listing is not None:
         write_atomic(run.path / LISTING, listing)
     return OpenedRun(run, settled, found.verdict)
+
+
+def parked(run: RunDir) -> bool:
+    """Whether a run's child waits between two parts."""
+    return run.read_status().state == "parked" and run.live()
+
+
+def end_parked(run: RunDir) -> None:
+    """End a child that waits between two parts; all is saved, so that a start goes on from there."""
+    child = attach(run.path)
+    if child is not None:
+        child.stop()
+
+
+def same_job(config: TrainConfig, found: FoundRun) -> bool:
+    """Whether a job is the very one that a run's child works by."""
+    settled = config.model_copy(update={"output_dir": str(found.run.path)})
+    return found.old is not None and settled.model_dump(mode="json") == found.old.model_dump(mode="json")
 
 
 def dataset_listing(config: TrainConfig) -> str | None:
@@ -128,7 +149,8 @@ def find_run(config: TrainConfig) -> FoundRun:
                 break
             continue  # written by another version: never touched
         verdict = identity_of_job(config).against(identity_of_job(old))
-        if verdict.relation != "different" and (run.live() or not _other_data(run, listing)):
+        at_work = run.live() and not parked(run)
+        if verdict.relation != "different" and (at_work or not _other_data(run, listing)):
             return FoundRun(run, old, verdict)
         if empty:
             break
@@ -188,7 +210,10 @@ def _free_for_samples(place: Path, job: SampleJob) -> bool:
 
 
 def launch_job(opened: OpenedRun, *, engine_python: str | None = None, **options: object) -> Child:
-    """Start (or attach to) the child of an opened run, with as many processes as the job says."""
+    """Start (or attach to, or have go on) the child of an opened run, with as many processes as the job says.
+
+    options: fields of :class:`Launch`, such as ``steps_this_run`` with its ``owner``.
+    """
     settings = Launch(kind=opened.job.kind, engine_python=engine_python, lower_plan=lower_plan if opened.job.kind == "train" else None)
     distributed = getattr(opened.job, "distributed", None)
     if distributed is not None:

@@ -11,6 +11,7 @@ from ..ltx_train.config import DataSection, PreprocessJob, SampleJob, TrainConfi
 from ..ltx_train.errors import ConfigError
 from ..ltx_train.launch import Child
 from ..ltx_train.run_setup import OpenedRun, launch_job
+from ..ltx_train.runs.lock import ProcessId
 from . import paths, sockets
 
 MODE_NAMES = tuple(MODES)
@@ -126,6 +127,10 @@ def sample_job(
     return SampleJob.parse({**told, "output_dir": str(paths.jobs_root() / f"sample-{digest([told, stamps, model.fingerprint], 12)}")})
 
 
-def start_child(opened: OpenedRun) -> Child:
-    """Start (or attach to) an opened run's child with the interpreter that the server's owner chose."""
-    return launch_job(opened, engine_python=paths.Settings.read().engine_python)
+def start_child(opened: OpenedRun, steps_this_run: int = 0) -> Child:
+    """Start (or attach to, or have go on) an opened run's child with the interpreter that the server's owner chose.
+
+    steps_this_run: see :class:`Launch`; a child that waits for its next part ends with this process.
+    """
+    owner = ProcessId.of() if steps_this_run else None
+    return launch_job(opened, engine_python=paths.Settings.read().engine_python, steps_this_run=steps_this_run, owner=owner)

@@ -107,7 +107,7 @@ def free_memory() -> None:
 
 
 def follow(child: Child, screen: Screen, *, deadline: float = STOP_DEADLINE) -> Outcome:
-    """Show a child's events until it ends; the outcome of a child that finished.
+    """Show a child's events until it ends; the outcome of a child that finished, or whose part is done.
 
     Raises what the child ended with, or the host's interruption after the child has stopped (a second interrupt
     ends it by force).
@@ -136,6 +136,8 @@ def follow(child: Child, screen: Screen, *, deadline: float = STOP_DEADLINE) -> 
         raise screen.interrupted()
     if outcome is None:
         raise RunError("run.unknown", f"How the run {child.run.name} ended is not known.", f"See {child.run.log_path}.")
+    if outcome.part_done:
+        return outcome
     if outcome.state == "stopped":
         raise RunError("run.stopped", f"The run {child.run.name} was stopped at step "
             f"{child.run.read_status().step}.", "Queue it again to go on from there.")
@@ -254,6 +256,8 @@ def describe(event: Event) -> str:
         return f"sample of step {event.step}: {event.prompt[:60]}"
     if isinstance(event, ErrorEvent):
         return event.message
+    if isinstance(event, StateEvent) and event.state == "parked":
+        return f"the part is done: {event.reason}"
     if isinstance(event, StateEvent) and event.state in ("preparing", "stopping", "finished"):
         return event.state
     return ""

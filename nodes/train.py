@@ -13,8 +13,8 @@ from comfy_api.latest import io
 
 from ..ltx_train.config import TrainConfig
 from ..ltx_train.errors import LtxTrainError, RunError
-from ..ltx_train.run_setup import OpenedRun, open_training
-from ..ltx_train.runs.run_dir import RunDir, check_name, versions_of
+from ..ltx_train.run_setup import OpenedRun, end_parked, open_training, parked
+from ..ltx_train.runs.run_dir import RunDir, check_name, list_runs, versions_of
 from . import compose, paths, schema, sockets
 from .follow import Screen, follow, free_memory
 from .model import need
@@ -60,6 +60,9 @@ class LTXTrainLoRA(io.ComfyNode):
                 io.Int.Input("num_processes", optional=True, default=1, min=1, max=4096, advanced=True, tooltip="Processes, one a GPU."),
                 io.String.Input("warm_start", default="", optional=True, advanced=True, tooltip="Start from this LoRA: a name in "
                     "ComfyUI's loras folder."),
+                io.Int.Input("steps_this_run", default=0, min=0, max=1_000_000, optional=True, tooltip="Train so many steps each time the "
+                    "graph is queued, then hand on the LoRA of that step: the graph may sample with it between the parts. The trainer waits "
+                    "in host memory meanwhile, the GPU free. 0: all steps at once."),
                 *[sockets.Settings[name].Input(name, optional=True, tooltip=f"From {title}.") for name, title in SETTINGS.items()],
             ],
             outputs=[
@@ -81,15 +84,16 @@ class LTXTrainLoRA(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, run_name: str, **_: Any) -> str:
-        return results.generation(run_name)
+        return results.generation(run_name)  # which is another one as long as parts of the run are to come
 
     @classmethod
     def execute(cls, ltx_model: sockets.LtxModel, data: sockets.LtxCache | sockets.LtxDataset, **widgets: Any) -> io.NodeOutput:
         config = config_of(ltx_model, data, widgets)
         screen = Screen.of(cls.hidden.unique_id)
-        run = train(config, screen, {"prompt": cls.hidden.prompt, "workflow": (cls.hidden.extra_pnginfo or {}).get("workflow")})
-        found = Result.of(run)
-        results.remember(widgets["run_name"])
+        part = widgets.get("steps_this_run") or 0
+        run = train(config, screen, {"prompt": cls.hidden.prompt, "workflow": (cls.hidden.extra_pnginfo or {}).get("workflow")}, part)
+        found = Result.of(run, numbered=part > 0)
+        results.remember(widgets["run_name"], more=part > 0 and found.step < config.optimization.steps)
         text = found.summary()
         screen.text(text.splitlines()[0])
         outputs = (found.lora_model(), found.loss_map(), found.lora_name, sockets.LtxRun(run.path))
@@ -136,23 +140,37 @@ def config_of(model: sockets.LtxModel, data: sockets.LtxCache | sockets.LtxDatas
     )
 
 
-def train(config: TrainConfig, screen: Screen, workflow: dict[str, Any] | None = None) -> RunDir:
-    """The finished run of a job: as it lies there, attached to, gone on with, or trained now."""
+def train(config: TrainConfig, screen: Screen, workflow: dict[str, Any] | None = None, steps_this_run: int = 0) -> RunDir:
+    """The finished run of a job: as it lies there, attached to, gone on with, or trained now.
+
+    steps_this_run: after so many further steps (0: all) the run is handed on as it is, its child parked.
+    """
     for _ in range(MAX_ROUNDS):
         opened = open_training(config)
         if opened.finished and Result.there(opened.run):
             return opened.run
-        if not opened.run.live():
+        going_on = parked(opened.run)
+        if going_on or not opened.run.live():
             screen.text("Freeing memory")
+            end_others(opened.run)
             free_memory()
             _keep_workflow(opened, workflow)
-        child = compose.start_child(opened)
-        if child.attached:
+        child = compose.start_child(opened, steps_this_run)
+        if child.attached and not going_on:
             log.info("LTX Train: the run %s is at work already: attached to it.", opened.run.name)
             screen.text(f"The run {opened.run.name} is at work already: attached to it.")
-        follow(child, screen)
+        if follow(child, screen).part_done:
+            return opened.run
     raise RunError("run.unfinished", f"The run {Path(config.output_dir).name} ends before its {config.optimization.steps} "
         f"steps.", "Another process keeps changing it; look at its train.log.")
+
+
+def end_others(run: RunDir) -> None:
+    """End the children that wait between parts of other runs: they hold host memory, and their snapshots are all they need."""
+    for other in list_runs(paths.runs_root()):
+        if other.path != run.path and parked(other):
+            log.info("LTX Train: the run %s waited for its next part; it ends to make room, and goes on from its snapshot.", other.name)
+            end_parked(other)
 
 
 def _keep_workflow(opened: OpenedRun, workflow: dict[str, Any] | None) -> None:
@@ -166,18 +184,18 @@ def _keep_workflow(opened: OpenedRun, workflow: dict[str, Any] | None) -> None:
 class Result:
     """What a finished run leaves: its last LoRA, also in ComfyUI's loras folder, and its losses."""
 
-    def __init__(self, run: RunDir, file: Path, step: int) -> None:
+    def __init__(self, run: RunDir, file: Path, step: int, *, numbered: bool = False) -> None:
         self.run, self.file, self.step = run, file, step
-        self.lora_name = publish(run, file, step)
+        self.lora_name = publish(run, file, step, numbered=numbered)
         self.history = run.history()
 
     @classmethod
-    def of(cls, run: RunDir) -> Result:
-        """Raises RunError when the run has no LoRA file."""
+    def of(cls, run: RunDir, *, numbered: bool = False) -> Result:
+        """Raises RunError when the run has no LoRA file. numbered: the name in ComfyUI's loras folder holds the step."""
         found = last_lora(run)
         if found is None:
             raise RunError("run.no_lora", f"The run {run.name} left no LoRA.", f"See {run.log_path}.")
-        return cls(run, *found)
+        return cls(run, *found, numbered=numbered)
 
     @staticmethod
     def there(run: RunDir) -> bool:
@@ -193,7 +211,9 @@ class Result:
 
     def summary(self) -> str:
         losses = [loss for _, loss in self.history.losses]
-        lines = [f"{self.run.name}: {self.step} steps done"]
+        status = self.run.read_status()
+        to_come = f" of {status.total}; queue it again to go on" if status.part_done else ""
+        lines = [f"{self.run.name}: {self.step} steps done{to_come}"]
         if losses:
             tenth = max(1, len(losses) // 10)
             lines.append(f"loss {sum(losses[:tenth]) / tenth:.4f} at first, {sum(losses[-tenth:]) / tenth:.4f} at the end")
@@ -209,22 +229,22 @@ def last_lora(run: RunDir) -> tuple[Path, int] | None:
     return found[-1] if found else None
 
 
-def publish(run: RunDir, file: Path, step: int, root: Path | None = None) -> str:
+def publish(run: RunDir, file: Path, step: int, root: Path | None = None, *, numbered: bool = False) -> str:
     """Put a run's LoRA into ComfyUI's loras folder as ``<run>.safetensors``; the name that LoraLoader lists.
 
-    LoraLoader keeps a file that it has read, by its path: when the run's LoRA there is an older one, the new one
-    also goes by a name with its step, and that name is given.
+    LoraLoader keeps a file that it has read, by its path: when the run's LoRA there is an older one, or ``numbered`` asks
+    for it, the new one also goes by a name with its step, and that name is given.
     """
     folder = (root or paths.loras_root()) / LORA_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    plain, numbered = folder / f"{run.name}.safetensors", folder / f"{run.name}_step_{step:05d}.safetensors"
-    replaced = plain.exists() and not _same(plain, file)
-    for target in (plain, numbered) if replaced or (numbered.exists() and not _same(numbered, file)) else (plain,):
+    plain, by_step = folder / f"{run.name}.safetensors", folder / f"{run.name}_step_{step:05d}.safetensors"
+    replaced = numbered or (plain.exists() and not _same(plain, file))
+    for target in (plain, by_step) if replaced or (by_step.exists() and not _same(by_step, file)) else (plain,):
         if not (target.exists() and _same(target, file)):
             temporary = target.with_name(f".{target.name}.tmp")
             shutil.copy2(file, temporary)
             os.replace(temporary, target)
-    name = numbered.name if numbered.exists() else plain.name
+    name = by_step.name if by_step.exists() else plain.name
     return os.path.join(LORA_FOLDER, name)
 
 
@@ -244,11 +264,11 @@ class Results:
         digest, number = self._known.get(run_name, ("", 0))
         return f"{number}" if digest in ("", self._state(run_name)) else f"{number + 1}"
 
-    def remember(self, run_name: str) -> None:
-        """The node has run: what is on disk now is what its outputs say."""
+    def remember(self, run_name: str, *, more: bool = False) -> None:
+        """The node has run: what is on disk now is what its outputs say. more: the next time it has something else to do."""
         digest, number = self._known.get(run_name, ("", 0))
         state = self._state(run_name)
-        self._known[run_name] = (state, number + 1 if digest not in ("", state) else number)
+        self._known[run_name] = ("a part" if more else state, number + 1 if digest not in ("", state) else number)
 
     @staticmethod
     def _state(run_name: str) -> str:

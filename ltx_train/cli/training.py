@@ -11,10 +11,12 @@ from rich.table import Table
 
 from ..config import JOBS, SampleJob, TrainConfig
 from ..errors import ConfigError, RunError
-from ..launch import attach
-from ..run_setup import OpenedRun, launch_job, open_other, open_training
+from ..launch import Outcome, attach
+from ..run_setup import OpenedRun, launch_job, open_other, open_training, parked
 from ..runs.run_dir import RunDir, list_runs
 from .show import RunView, console, positive
+
+PART = "train N more steps only; the trainer then waits with its weights in host memory, the GPU free, for `resume RUN` (checkpoints.park_minutes, 30)"
 
 
 def add(verbs: argparse._SubParsersAction) -> None:
@@ -25,6 +27,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     train.add_argument("--output-dir", help="another run directory than the config's")
     train.add_argument("--accelerate-config", metavar="FILE", help="processes as an accelerate config says; or ddp, fsdp, ddp_compile, fsdp_compile")
     train.add_argument("--num-processes", type=positive, help="so many processes, one a GPU")
+    train.add_argument("--steps-this-run", type=positive, metavar="N", help=PART)
     train.add_argument("--detach", action="store_true", help="start the run and return at once")
     train.add_argument("--disable-progress-bars", action="store_true", help="plain lines instead of bars")
     train.set_defaults(run=run_train)
@@ -32,6 +35,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     resume = verbs.add_parser("resume", help="go on with a run from its newest snapshot")
     resume.add_argument("run_dir", type=Path)
     resume.add_argument("--steps", type=positive, help="raise the number of steps")
+    resume.add_argument("--steps-this-run", type=positive, metavar="N", help=PART)
     resume.add_argument("--num-processes", type=positive, help="go on with so many processes; the samples of a step stay as many where they divide")
     resume.set_defaults(run=run_resume)
 
@@ -73,7 +77,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.check:
         return check_training(config)
     opened = open_training(config)
-    return finish(opened, detach=options.detach, plain=options.disable_progress_bars)
+    return finish(opened, detach=options.detach, plain=options.disable_progress_bars, steps_this_run=options.steps_this_run or 0)
 
 
 def with_processes(config: TrainConfig, accelerate: str | None, num_processes: int | None) -> TrainConfig:
@@ -104,24 +108,37 @@ def check_training(config: TrainConfig) -> int:
     return 0
 
 
-def finish(opened: OpenedRun, *, detach: bool = False, plain: bool = False) -> int:
-    """Start the child of an opened run and show it to its end."""
+def finish(opened: OpenedRun, *, detach: bool = False, plain: bool = False, steps_this_run: int = 0) -> int:
+    """Start the child of an opened run and show it to its end, or to that of the part of so many steps."""
     screen = console()
     if opened.finished:
         screen.print(f"This run is finished already: {opened.run.path}")
         return 0
-    if opened.run.live():
+    if opened.run.live() and not parked(opened.run):
         screen.print("This run is at work already: following it. Changed settings count from its next start on.")
-    child = launch_job(opened)
+    child = launch_job(opened, steps_this_run=steps_this_run)
     if detach:
         screen.print(f"started: {opened.run.path} (process {child.pid})")
         return 0
     outcome = RunView(plain=plain).follow(child)
     outcome.raise_for_error()
+    if outcome.part_done and not outcome.ok:
+        return part_done(opened.run, outcome)
     final = [lora for lora in opened.run.history().loras.values() if lora.final and (opened.run.path / lora.path).is_file()]
     if final:
         screen.print(f"LoRA: {opened.run.path / max(final, key=lambda lora: lora.step).path}")
     return outcome.exit_code or 0
+
+
+def part_done(run: RunDir, outcome: Outcome) -> int:
+    """Say what a part left and how to go on."""
+    screen = console()
+    loras = [lora for lora in run.history().loras.values() if (run.path / lora.path).is_file()]
+    if loras:
+        screen.print(f"LoRA: {run.path / max(loras, key=lambda lora: lora.step).path}")
+    screen.print(outcome.message)
+    screen.print(f"Go on: python -m ltx_train resume {run.path} --steps-this-run N" + (f"; end it: python -m ltx_train stop {run.path}" if outcome.parked else ""))
+    return 0
 
 
 def run_resume(options: argparse.Namespace) -> int:
@@ -132,7 +149,8 @@ def run_resume(options: argparse.Namespace) -> int:
         updates: dict[str, object] = {"output_dir": str(run.path)}
         if options.steps:
             updates["optimization"] = job.optimization.model_copy(update={"steps": options.steps})
-        return finish(open_training(with_processes(job.model_copy(update=updates), None, options.num_processes)))
+        opened = open_training(with_processes(job.model_copy(update=updates), None, options.num_processes))
+        return finish(opened, steps_this_run=options.steps_this_run or 0)
     return finish(open_other(job))
 
 

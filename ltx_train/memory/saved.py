@@ -40,7 +40,8 @@ class SavedTensors:
 
     def __init__(self, enter: Callable[[int], Tensor | None], buffers: list[Tensor], device: torch.device, *, offload: bool, memory: HostMemory) -> None:
         self.enter, self.device, self.offload, self.memory = enter, device, offload, memory
-        self.owned = {b.untyped_storage().data_ptr(): b for b in buffers}
+        self.buffers = buffers
+        self.owned = self._owned()
         self.block = 0
         self.inputs: dict[int, tuple[int, torch.Size]] = {}
         self.host: dict[tuple[int, int], Tensor] = {}
@@ -50,13 +51,19 @@ class SavedTensors:
 
     def start(self) -> None:
         """A forward pass begins: nothing of the one before is needed any more."""
+        self.owned = self._owned()  # a preview or a pause may have moved them
         self.sent.clear()
         self.back.clear()
 
-    def of(self, block: int, *inputs: Tensor | None) -> AbstractContextManager:
-        """The hooks for one block with its token inputs."""
+    def _owned(self) -> dict[int, Tensor]:
+        """The shared buffers by their present addresses."""
+        return {b.untyped_storage().data_ptr(): b for b in self.buffers}
+
+    def of(self, block: int, turn: int, *inputs: Tensor | None) -> AbstractContextManager:
+        """The hooks for one block with its token inputs; turn: which of the passes that go through the block together."""
         self.block = block
-        self.inputs = {t.data_ptr(): (number, t.shape) for number, t in enumerate(inputs) if t is not None} if self.offload else {}
+        first = turn * len(inputs)
+        self.inputs = {t.data_ptr(): (first + number, t.shape) for number, t in enumerate(inputs) if t is not None} if self.offload else {}
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Weight | _Input:

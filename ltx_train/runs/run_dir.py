@@ -14,15 +14,18 @@ from ..section import Section
 from .events import EventBatch, History, read_events
 from .lock import ProcessId, RunLock, write_atomic
 
-State = Literal["queued", "preparing", "running", "stopping", "stopped", "finished", "failed", "lost"]
+State = Literal["queued", "preparing", "running", "parked", "stopping", "stopped", "finished", "failed", "lost"]
 Kind = Literal["preprocess", "train", "sample", "tool"]
-LIVE_STATES = ("queued", "preparing", "running", "stopping")
-CONTROLS = ("stop", "save", "sample")
+LIVE_STATES = ("queued", "preparing", "running", "parked", "stopping")
+CONTROLS = ("stop", "save", "sample", "go_on")
 _RESERVED = {"con", "prn", "aux", "nul", *(f"com{n}" for n in range(1, 10)), *(f"lpt{n}" for n in range(1, 10))}
 
 
 class Status(Section):
-    """What status.json says. Times are Unix seconds; ``created`` is the create time of ``pid``, ``ticks`` see :class:`ProcessId`."""
+    """What status.json says. Times are Unix seconds; ``created`` is the create time of ``pid``, ``ticks`` see :class:`ProcessId`.
+
+    part: the step at which the part in hand ends; None where the run goes to its end.
+    """
 
     v: int = 1
     state: State = "queued"
@@ -30,6 +33,7 @@ class Status(Section):
     phase: str = ""
     step: int = 0
     total: int | None = None
+    part: int | None = None
     loss: float | None = None
     pid: int | None = None
     created: float | None = None
@@ -48,6 +52,11 @@ class Status(Section):
     @property
     def live(self) -> bool:
         return self.state in LIVE_STATES
+
+    @property
+    def part_done(self) -> bool:
+        """Whether the part that was asked for is trained and saved: parked, or ended in good order since."""
+        return self.state in ("parked", "stopped") and self.part is not None and self.step >= self.part
 
     @property
     def process(self) -> ProcessId | None:
@@ -178,7 +187,7 @@ class RunDir:
     # -- control files --
 
     def request(self, control: str, **details: Any) -> None:
-        """Ask the child to stop, save or sample; it acknowledges with a state event within a second."""
+        """Ask the child to stop, save, sample or go on; it acknowledges with a state event within a second."""
         assert control in CONTROLS, control
         self.control.mkdir(parents=True, exist_ok=True)
         write_atomic(self.control / control, json.dumps({"t": time.time(), **details}))

@@ -39,6 +39,10 @@ class CheckpointsSection(Section):
         "full", description="full: exact resume. minimal: no optimizer state, which then starts afresh. off: weights only, no resume."
     )
 
+    park_minutes: float = Field(
+        30.0, ge=0, le=10_080, description="After a part of a run the trainer waits so long in host memory for the next part, the GPU free; 0 ends it at once."
+    )
+
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype of ``precision``."""

@@ -98,7 +98,7 @@ def test_killed_while_saving(home, tmp_path, straight, monkeypatch, cut):
         saving["step"] = state["step"]
         return save_whole(directory, tensors, state)
 
-    monkeypatch.setattr("ltx_train.trainer.save_snapshot", save)
+    monkeypatch.setattr("ltx_train.saves.save_snapshot", save)
     monkeypatch.setattr(snapshots, spots[cut], dying)
     with pytest.raises(Killed):
         train(config)

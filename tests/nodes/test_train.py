@@ -198,18 +198,49 @@ def test_a_finished_run_is_returned_and_nothing_is_started(pack, parts, monkeypa
     opened = setup.open_training(config)
     finish(pack, opened.run, 4)
     opened.run.write_status(status(state="finished", step=4))
-    monkeypatch.setattr(pack.compose, "start_child", lambda opened: pytest.fail("a child was started"))
+    monkeypatch.setattr(pack.compose, "start_child", lambda opened, part: pytest.fail("a child was started"))
     assert pack.train.train(config, pack.follow.Screen()).path == opened.run.path
 
 
 def test_a_run_that_does_not_end_is_not_tried_for_ever(pack, parts, monkeypatch):
     started = []
-    monkeypatch.setattr(pack.compose, "start_child", lambda opened: started.append(opened) or type("Child", (), {"attached": False}))
-    monkeypatch.setattr(pack.train, "follow", lambda child, screen: None)
+    monkeypatch.setattr(pack.compose, "start_child", lambda opened, part: started.append(opened) or type("Child", (), {"attached": False}))
+    monkeypatch.setattr(pack.train, "follow", lambda child, screen: pack.engine("launch").Outcome("finished", 0, ""))
     with pytest.raises(pack.engine("errors").RunError, match="ends before"):
         pack.train.train(made(pack, parts), pack.follow.Screen(), {"workflow": {"nodes": []}})
     assert len(started) == pack.train.MAX_ROUNDS
     assert json.loads((started[0].run.path / "workflow.json").read_text()) == {"nodes": []}
+
+
+def test_a_part_is_handed_on_by_its_step_and_asks_to_be_run_again(pack, parts, monkeypatch):
+    """While the child is parked the node has more to do each time; the finished run's result then stays. Others that wait are ended."""
+    config, setup, status = made(pack, parts, steps=4), pack.engine("run_setup"), pack.engine("runs.run_dir").Status
+    run, other = (setup.open_training(made(pack, parts, steps=4, run_name=name)).run for name in ("mine", "other"))
+    ended, sizes = [], []
+    monkeypatch.setattr(pack.train, "parked", lambda one: one.read_status().state == "parked")
+    monkeypatch.setattr(pack.train, "end_parked", lambda one: ended.append(one.name))
+    other.write_status(status(state="parked", step=1, part=1))
+
+    def trained(opened, part):
+        sizes.append(part)
+        step = opened.run.read_status().step + part
+        finish(pack, opened.run, step)
+        opened.run.write_status(status(state="finished" if step == 4 else "parked", step=step, total=4, part=None if step == 4 else step))
+        return type("Child", (), {"attached": False})
+
+    monkeypatch.setattr(pack.compose, "start_child", trained)
+    monkeypatch.setattr(pack.train, "follow", lambda child, screen: pack.engine("launch").Outcome("parked", None, "", part_done=run.read_status().part_done))
+    monkeypatch.setattr(pack.train, "results", pack.train.Results())
+    node, keys, names = pack.nodes["LTXTrainLoRA"], [], []
+    monkeypatch.setattr(pack.train, "config_of", lambda *given: config)
+    for _ in range(3):
+        keys.append(node.fingerprint_inputs(run_name="mine"))
+        found = node.execute(*parts, run_name="mine", steps_this_run=2)
+        names.append(found.args[2])
+    assert sizes == [2, 2] and ended == ["other", "other"]
+    assert names == ["ltx_train/mine_step_00002.safetensors", *["ltx_train/mine_step_00004.safetensors"] * 2]
+    assert keys[0] != keys[1] == keys[2] == node.fingerprint_inputs(run_name="mine")
+    assert "2 steps done of 4; queue it again" not in found.ui["ltx_text"][0]
 
 
 def test_save_names_stay_below_the_loras_folder(pack):
