@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from ltx_train import demo as module
+from ltx_train.__main__ import main
 from ltx_train.config import TrainConfig
 from ltx_train.demo_chart import draw_curve, running_mean
 from ltx_train.runs.events import History, SampleEvent
@@ -61,6 +62,12 @@ def test_the_demo_teaches(fitted):
     assert f"{before.yellow:.0%} before, {after.yellow:.0%} after" in text
 
 
+def here(capsys, out, *options):
+    """The same in this process, which has its libraries loaded."""
+    assert main(["demo", "--out", str(out), *options]) == 0
+    return capsys.readouterr().out
+
+
 def test_a_second_demo_shows_the_same_results(fitted):
     text, out = fitted
     lora = next((out / "run" / "checkpoints").glob("*.safetensors"))
@@ -70,9 +77,9 @@ def test_a_second_demo_shows_the_same_results(fitted):
     assert re.search(r"^Loss: .*$", again, re.MULTILINE)[0] == re.search(r"^Loss: .*$", text, re.MULTILINE)[0]
 
 
-def test_another_family_on_own_clips(tmp_path):
+def test_another_family_on_own_clips(tmp_path, capsys):
     clips = module.draw_dataset(tmp_path / "my clips", 3)
-    text = run(tmp_path / "out", "--family", "ltxv-2b", "--media", str(clips), "--steps", "2")
+    text = here(capsys, tmp_path / "out", "--family", "ltxv-2b", "--media", str(clips), "--steps", "2")
     assert "noise" in text and "random weights" in text and "Yellow" not in text
     assert "Sample at the last step (2): " in text and "LoRA: " in text
     job = TrainConfig.load(tmp_path / "out" / "run" / "training_config.yaml")
