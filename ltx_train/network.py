@@ -42,7 +42,7 @@ def load_network(
     adapter is computed by our Linear; other kinds wrap layers and get a base that stays on the device.
     Raises ConfigError for settings that cannot go together.
     """
-    check_combination(acceleration, frozen=frozen, own_layers=own_layers)
+    check_combination(acceleration, frozen=frozen, own_layers=own_layers, dropout=dropout)
     facts = Facts.here(device)
     warn = lambda text: live.warn("quantization.fallback", text)  # noqa: E731
     dtype = acceleration.compute_dtype(device)
@@ -116,9 +116,13 @@ def engine_settings(section: AccelerationSection, facts: Facts, device: torch.de
     )
 
 
-def check_combination(section: AccelerationSection, *, frozen: bool, own_layers: bool) -> None:
+def check_combination(section: AccelerationSection, *, frozen: bool, own_layers: bool, dropout: bool = False) -> None:
     """Refuse by name, before anything is loaded, what cannot go together."""
     streams = section.stream_blocks not in ("auto", 0)
+    if section.accumulate_together not in ("auto", 1):
+        with_what = "the adapter kinds lora and rslora only" if not (frozen and own_layers) else "no dropout" if dropout else "cuda_graphs: off" if section.cuda_graphs == "on" else None
+        if with_what is not None:
+            raise ConfigError("memory.together", f"acceleration.accumulate_together goes with {with_what}.", "Set accumulate_together: 1, or change the other setting.")
     if not frozen and (streams or section.offload_activations == "on"):
         raise ConfigError("memory.full", "Full fine-tuning cannot stream blocks or keep their inputs in RAM.", "Set stream_blocks: 0 and offload_activations: off, or train a LoRA.")
     if not own_layers and (streams or section.float8_products):

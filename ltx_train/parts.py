@@ -115,6 +115,7 @@ class Parts:
     validator: Validator | None
     identity: dict[str, str]
     held_out: HeldOut | None = None
+    together: int = 1  # micro-steps that go through each block together
 
 
 def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts:
@@ -188,6 +189,7 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
             validation, checkpoint, prepared, contexts, codec, transformer, base=base, offload_optimizer=config.acceleration.offload_optimizer_during_validation
         ) if validation is not None else None,
         identity=identity_of(config, checkpoint, dataset),
+        together=1 if config.acceleration.accumulate_together == "auto" else min(config.acceleration.accumulate_together, feed.accumulation),
         held_out=HeldOut(held, contexts, step, parallel.device, base=base if isinstance(trainable, LoraResult) else None) if held is not None else None,
     )
 

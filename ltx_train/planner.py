@@ -20,11 +20,15 @@ from .runs.run_dir import RunDir
 RESERVE = 0.6 * GIB
 """Left free on a card: the desktop, other programs, and what the model of costs does not see."""
 BUDGETS = (0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+NOTHING_MOVED = {"stream_blocks": 0, "offload_activations": "off", "optimizer_in_ram": "off"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job may use. device, host: free bytes. sm: compute capability, None where it is no NVIDIA card."""
+    """What a job may use. device, host: free bytes. sm: compute capability, None where it is no NVIDIA card.
+
+    shared: the device's memory is the host's (a CPU), so that nothing is gained by moving things there.
+    """
 
     name: str
     device: float
@@ -32,6 +36,7 @@ class Machine:
     speeds: Speeds
     compiled: bool = True
     sm: int | None = 90
+    shared: bool = False
 
 
 # card: GB, dense 16-bit TFLOPS by its maker, GB/s of its link, compute capability: one of each size, for "--card 12"
@@ -57,7 +62,8 @@ def this_machine(device: torch.device, limit_gb: float | None = None) -> Machine
     facts = Facts.here(device)
     compiled = compile_capability(facts).action == "use"
     if device.type != "cuda":
-        return Machine(device.type, ram * 0.8, ram, Speeds(2.0, 1e10), compiled, None)
+        usable = min(ram * 0.8, limit_gb * 1e9) if limit_gb else ram * 0.8
+        return Machine(device.type, usable, ram, Speeds(2.0, 1e10), compiled, None, shared=True)
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
     properties = torch.cuda.get_device_properties(device)
@@ -95,10 +101,14 @@ def lora_numbers(section: LoraSection, work: Work) -> int:
 
 def choices(work: Work, machine: Machine, section: AccelerationSection) -> Iterator[Fit]:
     """Every fit that the section allows: what it states is kept, what it leaves to ``auto`` is tried."""
+    if machine.shared:
+        section = section.model_copy(update={name: value for name, value in NOTHING_MOVED.items() if getattr(section, name) == "auto"})
     layers = work.config.num_layers
     streamed = (section.stream_blocks,) if section.stream_blocks != "auto" else tuple(sorted({0, *range(4, layers, 4), layers}))
     budgets = (section.activation_budget,) if section.activation_budget != "auto" else BUDGETS
     compiled = machine.compiled and section.compile != "off"
+    most = work.accumulation if section.cuda_graphs != "on" else 1
+    groups = (section.accumulate_together,) if section.accumulate_together != "auto" else tuple(sorted({n for n in (1, 2, 4, 8) if n <= most}))
     both = lambda choice: (False, True) if choice == "auto" else (choice == "on",)  # noqa: E731
     for quantization in (section.quantization,):
         for count in streamed:
@@ -107,7 +117,8 @@ def choices(work: Work, machine: Machine, section: AccelerationSection) -> Itera
                     for offload in both(section.offload_activations):
                         if offload and budget:
                             continue
-                        yield Fit(quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products)
+                        for together in groups if count else groups[:1]:
+                            yield Fit(quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products, min(together, work.accumulation))
 
 
 def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Plan:
@@ -125,6 +136,7 @@ def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Pla
         update={
             "stream_blocks": fit.streamed, "activation_budget": fit.budget, "offload_activations": "on" if fit.offload else "off",
             "optimizer_in_ram": "on" if fit.optimizer_in_ram else "off", "activation_checkpointing": "on",
+            "accumulate_together": fit.together,
         }
     )  # fmt: skip
     return Plan(fit, best, settled, in_words(work, machine, fit, best, rated), work.config.num_layers)
@@ -163,7 +175,7 @@ def lower(section: AccelerationSection, layers: int, notch: int, chosen: dict[st
     """
     streamed = int(chosen.get("streamed", 0) or 0)
     more = {1: streamed + (layers - streamed + 1) // 2}.get(notch, layers)
-    update: dict[str, object] = {"activation_budget": 0.0, "activation_checkpointing": "on", "keep_activations_of": 0, "stream_blocks": more}
+    update: dict[str, object] = {"activation_budget": 0.0, "activation_checkpointing": "on", "keep_activations_of": 0, "stream_blocks": more, "accumulate_together": 1}
     if notch >= 2:
         update["optimizer_in_ram"] = "on"
     if notch >= 3:
@@ -209,10 +221,13 @@ def plans(config: TrainConfig) -> bool:
 
 
 def plan_here(config: TrainConfig, work: Work, device: torch.device) -> Plan | None:
-    """The plan of a job on the device it will run on; None where there is nothing to plan (other adapters, no CUDA card)."""
-    if not plans(config) or device.type != "cuda":
+    """The plan of a job on the device it will run on; None where there is nothing to plan (other adapters; no card and no limit)."""
+    if not plans(config) or (device.type != "cuda" and config.acceleration.memory_limit_gb is None):
         return None
-    return make_plan(work, this_machine(device, config.acceleration.memory_limit_gb), config.acceleration)
+    section = config.acceleration
+    if config.lora.dropout > 0 and section.accumulate_together == "auto":  # its masks are drawn micro-step by micro-step
+        section = section.model_copy(update={"accumulate_together": 1})
+    return make_plan(work, this_machine(device, section.memory_limit_gb), section)
 
 
 def has_auto(section: AccelerationSection) -> bool:

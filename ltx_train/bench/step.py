@@ -37,7 +37,10 @@ TINY_AUDIO = dict(audio_num_attention_heads=4, audio_attention_head_dim=32, audi
 
 @dataclass(frozen=True)
 class StepCase:
-    """One measurement. resident: blocks on the device, -1 for all. cap: GiB of the card that may be used, 0 for all."""
+    """One measurement. resident: blocks on the device, -1 for all. cap: GiB of the card that may be used, 0 for all.
+
+    together: micro-batches of a step, which go through each block together; ``sample_s`` is then told beside ``step_s``.
+    """
 
     size: str = "960x544x89"
     rank: int = 32
@@ -51,6 +54,7 @@ class StepCase:
     fp8: bool = False
     offload: bool = False
     optimizer: str = "device"
+    together: int = 1
     audio: bool = True
     cap: float = 0.0
     attention: str = "auto"
@@ -84,7 +88,7 @@ class StepCase:
 
     def engine(self) -> EngineSettings:
         return EngineSettings(
-            streamed=0 if self.resident < 0 else self.config().num_layers - self.resident, slots=self.slots, compile=self.compile, budget=self.budget, offload=self.offload, float8=self.fp8,
+            streamed=0 if self.resident < 0 else max(0, self.config().num_layers - self.resident), slots=self.slots, compile=self.compile, budget=self.budget, offload=self.offload, float8=self.fp8,
             backend="aot_eager_decomp_partition" if self.tiny else "inductor",
         )  # fmt: skip
 
@@ -123,10 +127,10 @@ def run_cases(cases: list[StepCase], *, plain: bool, command: str) -> Iterator[d
             baselines[key] = guarded(measure_plain, case, device)
         record = guarded(measure_fast, case, device, memory)
         base = baselines.get(key, {})
-        extra = {"plain_step_s": base.get("step_s"), "plain_device_gib": base.get("device_gib"), "plain_error": base.get("error"), "command": command}
+        extra = {"plain_step_s": base.get("step_s"), "plain_device_gib": base.get("device_gib"), "plain_error": base.get("error"), "command": command, "date": time.strftime("%Y-%m-%d")}
         found = {"size": case.size, "rank": case.rank, "family": case.family, "setting": case.setting, "card": card_name(device), **record, **extra}
         if base.get("step_s") and record.get("step_s"):
-            found["times_plain"] = round(base["step_s"] / record["step_s"], 2)
+            found["times_plain"] = round(base["step_s"] * case.together / record["step_s"], 2)
         yield {k: v for k, v in found.items() if v is not None}
     memory.close()
 
@@ -188,7 +192,7 @@ def measure_plain(case: StepCase, device: torch.device) -> dict[str, object]:
     step = TrainStep(per_token(model), strategy_of(model.has_audio), FlowMatchingSection(), config=config)
     optimizer = OptimizationSection().build_optimizer(parameters)
     autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")  # noqa: E731
-    return timed(replace(case, steps=min(3, case.steps), warmup=1, profile=False), config, device, dtype, step, parameters, optimizer, autocast)
+    return timed(replace(case, steps=min(3, case.steps), warmup=1, profile=False, together=1), config, device, dtype, step, parameters, optimizer, autocast)
 
 
 def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, optimizer, autocast) -> dict[str, object]:
@@ -198,12 +202,15 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, op
 
     def one(number: int) -> None:
         with autocast() or _nothing():
-            out = step(batch, seed=0, step=number, slot=0)
-        out.loss.backward()
+            if case.together > 1:
+                loss = sum(out.loss for out in step.together([batch] * case.together, seed=0, step=number, slots=[[n] for n in range(case.together)])) / case.together
+            else:
+                loss = step(batch, seed=0, step=number, slot=0).loss
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append((out.loss.detach(), norm))
+        losses.append((loss.detach(), norm))
 
     started = time.perf_counter()
     for number in range(case.warmup):
@@ -226,6 +233,8 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, op
         "enqueue_s": round(statistics.median(enqueued), 4), "first_step_s": round(first, 1), "loss": round(losses[-1][0].item(), 4),
         "grad_norm": float(f"{losses[-1][1].item():.3g}"), **memory_in_use(device),
     }  # fmt: skip
+    if case.together > 1:
+        found["sample_s"] = round(found["step_s"] / case.together, 4)
     if case.profile and device.type == "cuda":
         found["profile"] = kernels(lambda: one(99))
     return found

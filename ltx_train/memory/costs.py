@@ -57,6 +57,7 @@ class Fit:
     optimizer_in_ram: bool = False
     compiled: bool = True
     float8: bool = False
+    together: int = 1
 
     def words(self, layers: int) -> str:
         """In words for people."""
@@ -64,6 +65,7 @@ class Fit:
         parts.append("all blocks on the card" if not self.streamed else f"{self.streamed} of {layers} blocks streamed from RAM")
         parts.append("activations recomputed" if self.budget == 0 else f"{self.budget:.0%} of the activations kept")
         parts += ["block inputs in RAM"] if self.offload else []
+        parts += [f"{self.together} micro-steps together"] if self.together > 1 else []
         parts += ["optimizer in RAM"] if self.optimizer_in_ram else []
         return ", ".join(parts) + ("" if self.compiled else ", not compiled")
 
@@ -157,8 +159,8 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
     device += 2.0 * numbers if fit.quantization is not None and not fit.float8 else 0.0
     device += 10.0 * work.lora + (min(OPTIMIZER_CHUNKS, 8.0 * work.lora) if fit.optimizer_in_ram else 8.0 * work.lora)
     text = 2.0 * work.batch * work.text_tokens * (c.dim + (c.audio_dim if work.audio else 0))
-    device += unit * ((3 if fit.offload else layers * kept) + WORKING_SET[fit.compiled]) + layers * KEPT_TEXT_UNITS * fit.budget * text
-    host = 4 * GIB + fit.streamed * block + (layers * unit if fit.offload else 0.0) + (8.0 * work.lora if fit.optimizer_in_ram else 0.0)
+    device += unit * (fit.together * (3 if fit.offload else layers * kept) + WORKING_SET[fit.compiled]) + fit.together * layers * KEPT_TEXT_UNITS * fit.budget * text
+    host = 4 * GIB + fit.streamed * block + (fit.together * layers * unit if fit.offload else 0.0) + (8.0 * work.lora if fit.optimizer_in_ram else 0.0)
 
     forward, backward, products = flops(work)
     down = sum(2.0 * work.video_tokens * out * inputs for name, out, inputs in matrices if name == "ff.net.2") * layers * work.batch
@@ -168,7 +170,8 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
         share = (2 * products + products - down - _interpolate(SPARED, fit.budget) * (products - down)) / total
         total *= 1 - share + share / FLOAT8_GAIN
     seconds = total / speeds.sustained * (1.0 if fit.compiled else 1.6) + speeds.launches
-    seconds += 0.027 * (989 / speeds.tflops) ** 0.5 if fit.quantization is not None and not fit.float8 else 0.0
+    expansion = 0.027 * (989 / speeds.tflops) ** 0.5 if fit.quantization is not None and not fit.float8 else 0.0
+    group = fit.together * seconds + expansion  # micro-steps that share an upload and an expansion of each block
     upload = 2.0 * max(0, fit.streamed - 3) * block / speeds.upload
     side = (8.0 * work.lora * 2 / speeds.upload * 0.6 if fit.optimizer_in_ram else 0.0) + (0.02 if fit.offload else 0.0)
-    return Cost(device, host, work.accumulation * max(seconds, upload) + side, upload > seconds)
+    return Cost(device, host, -(-work.accumulation // fit.together) * max(group, upload) + side, upload > group)

@@ -55,6 +55,7 @@ class BlockEngine:
         self.plain: Tensor | None = None
         self.loras: list[BlockLoras] = []
         self.gradient: Tensor | None = None
+        self.passes, self.turn, self._at = 1, 0, -1
         self._adapted: tuple[nn.Module | None, ...] | None = None
         self._expanded: int | None = None
         self._expand = torch.compile(expand_groups, dynamic=False) if settings.compile and settings.backend == "inductor" else expand_groups
@@ -112,14 +113,21 @@ class BlockEngine:
         return any(loras.parameters[0].grad is not None for loras in self.loras if loras.trained)
 
     # -- running --
+    def expect(self, passes: int) -> None:
+        """So many passes will go through each block one after another: it is entered once for all of them."""
+        self.passes, self.turn, self._at = passes, 0, -1
+
     def __call__(self, block, index, video, audio, video_inputs, audio_inputs, keep) -> BlockOutput:
+        self.turn = (self.turn + 1) % self.passes if index == self._at else 0
+        self._at = index
         if index == 0:
             video, audio = self._begin(video, audio)
-        self.loras[index].load()
+        self.loras[index].load(again=self.turn > 0)
         with self._hooks(index, video, audio):
             out = self._enter_and_run(block, index, video, audio, video_inputs, audio_inputs, keep)
-        self.loras[index].unload() if self.settings.compile else None
-        if index == len(self.loras) - 1:
+        if self.settings.compile and self.turn == self.passes - 1:
+            self.loras[index].unload()
+        if index == len(self.loras) - 1 and self.turn == self.passes - 1:
             self.store.leave()
         return out
 
@@ -128,7 +136,7 @@ class BlockEngine:
         recomputed = not s.compile and s.recompute and index < len(self.loras) - s.kept
         if not self.hooked or not torch.is_grad_enabled() or (recomputed and not s.offload):
             return nullcontext()  # a recomputed block saves its inputs alone, and enters its weights again by itself
-        return self.saved.of(index, video, audio)
+        return self.saved.of(index, self.turn, video, audio)
 
     def _enter_and_run(self, block, index, *inputs) -> BlockOutput:
         if self.settings.compile:
@@ -142,8 +150,9 @@ class BlockEngine:
 
     def _begin(self, video: Tensor | None, audio: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """A forward pass starts. Its first inputs ask for gradients like all others, so that one graph serves every block."""
-        self._group_layers()
-        self.saved.start()
+        if self.turn == 0:
+            self._group_layers()
+            self.saved.start()
         if not torch.is_grad_enabled() or not any(loras.trained for loras in self.loras):
             return video, audio
         return tuple(t if t is None or t.requires_grad else t.detach().requires_grad_() for t in (video, audio))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..errors import nearest
 from ..section import Section
@@ -42,6 +42,9 @@ class AccelerationSection(Section):
     attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math"] = Field("auto", description="Attention kernel.")
     memory_limit_gb: float | None = Field(None, gt=0, description="Use at most this much memory of the card.")
     allow_tf32: bool = Field(True, description="Let float32 matrix products use TF32 where the card has it.")
+    accumulate_together: int | Literal["auto"] = Field(
+        "auto", description="With gradient accumulation: so many micro-steps pass through a block before the next one, so that a streamed block is uploaded once for all of them; 1: one after another."
+    )
 
     @field_validator("quantization")
     @classmethod
@@ -55,9 +58,16 @@ class AccelerationSection(Section):
 
     @field_validator("stream_blocks")
     @classmethod
-    def _not_negative(cls, value: int | str) -> int | str:
+    def _not_negative(cls, value: int | str, info: ValidationInfo) -> int | str:
         if isinstance(value, int) and value < 0:
-            raise ValueError(f"stream_blocks must be auto or at least 0, not {value}")
+            raise ValueError(f"{info.field_name} must be auto or at least 0, not {value}")
+        return value
+
+    @field_validator("accumulate_together")
+    @classmethod
+    def _at_least_one(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"accumulate_together must be auto or at least 1, not {value}")
         return value
 
     @field_validator("activation_budget")

@@ -28,6 +28,7 @@ class BlockLoras:
         self._gradients = None if gradient is None else self._views(gradient)
         self.trained = any(lora.A.requires_grad for lora in self.loras)
         self._gradient_of = [] if gradient is None else list(self._of_parameters(self._gradients))
+        self._copy: Tensor | None = None
         self._adopt()
 
     @staticmethod
@@ -55,14 +56,19 @@ class BlockLoras:
             parameter.data = view
         self.parameters = [parameter for parameter, _ in self._of_parameters(self._masters)]
 
-    def load(self) -> None:
-        """Give the groups fresh copies; where a layer's LoRA is switched off its group computes the base alone."""
+    def load(self, again: bool = False) -> None:
+        """Give the groups fresh copies; where a layer's LoRA is switched off its group computes the base alone.
+
+        again: for another pass through the block right after one, which reads the same copies; its gradients are its own.
+        """
         if not self.loras:
             return
+        if not again:
+            self._copy = self.master.detach().to(self.dtype, copy=True)
         if self.trained and torch.is_grad_enabled():
             copies = _Copies.apply(torch.zeros((), requires_grad=True), self)
         else:
-            copies = self._views(self.master.detach().to(self.dtype))
+            copies = self._views(self._copy)
         rest = iter(copies)
         for group, layers in self.groups:
             down = next(rest)
@@ -75,6 +81,7 @@ class BlockLoras:
 
     def unload(self) -> None:
         """Let go of the copies; what backward needs of them it holds itself."""
+        self._copy = None
         for group, layers in self.groups:
             group.down, group.ups = None, (None,) * len(layers)
 
@@ -108,7 +115,7 @@ class _Copies(torch.autograd.Function):
     def forward(ctx, anchor: Tensor, owner: BlockLoras) -> tuple[Tensor, ...]:
         ctx.owner = owner
         ctx.set_materialize_grads(False)
-        return tuple(part.clone() if owner.dtype == torch.float32 else part for part in owner._views(owner.master.detach().to(owner.dtype)))
+        return tuple(owner._views(owner._copy))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:

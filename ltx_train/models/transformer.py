@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +25,10 @@ BlockOutput = tuple[Tensor | None, Tensor | None]
 
 
 class BlockRunner(Protocol):
-    """Runs block ``index``; the place for activation checkpointing, weight streaming and compiled blocks."""
+    """Runs block ``index``; the place for activation checkpointing, weight streaming and compiled blocks.
+
+    One with a method ``expect(passes)`` is told before block 0 how many passes go through each block one after another.
+    """
 
     def __call__(
         self,
@@ -83,6 +86,22 @@ class Perturbations:
             on_device = upload(mask, device)
             per_type.append([None if whole else on_device[i] for i, whole in enumerate(kept)])
         return [None if all(m is None for m in masks) else Keep(*masks) for masks in zip(*per_type)]
+
+
+@dataclass
+class _Pass:
+    """A forward pass between two blocks: its tokens so far, what every block reads, what the heads will."""
+
+    video: Tensor | None
+    audio: Tensor | None
+    video_inputs: StreamInputs | None
+    audio_inputs: StreamInputs | None
+    keeps: list[Keep | None]
+    heads: dict[str, tuple[Tensor, Tensor | None]]
+
+
+PassInputs = tuple[Modality | None, Modality | None, Perturbations | None]
+"""What one forward pass is given: video, audio, perturbations."""
 
 
 class LTXTransformer(nn.Module):
@@ -146,6 +165,25 @@ class LTXTransformer(nn.Module):
 
     def compute(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None = None) -> BlockOutput:
         """The pass itself; ``pass_runner``, where set, decides how it is carried out (as a recorded CUDA graph)."""
+        return self.compute_together([(video, audio, perturbations)])[0]
+
+    def compute_together(self, inputs: Sequence[PassInputs]) -> list[BlockOutput]:
+        """Several passes, all of them through a block before the next block: a weight that is uploaded or expanded serves all.
+
+        Gradients are those of the passes one by one. Backward goes through the blocks in the same way, if it is run once
+        for all: autograd takes what was computed last first.
+        """
+        expect = getattr(self.block_runner, "expect", None)
+        if expect is not None:
+            expect(len(inputs))
+        passes = [self._begin(*given) for given in inputs]
+        for index, block in enumerate(self.transformer_blocks):
+            for p in passes:
+                p.video, p.audio = self.block_runner(block, index, p.video, p.audio, p.video_inputs, p.audio_inputs, p.keeps[index])
+        return [self._end(p) for p in passes]
+
+    def _begin(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None) -> _Pass:
+        """All that comes before the blocks."""
         assert video is None or self.has_video, "this transformer was built without the video stream"
         assert audio is None or self.has_audio, "this transformer was built without the audio stream"
         assert video is not None or audio is not None, "no stream given"
@@ -163,11 +201,18 @@ class LTXTransformer(nn.Module):
         layers = len(self.transformer_blocks)
         device = (a if v is None else v).device
         keeps = [None] * layers if perturbations is None else perturbations.blocks(layers, device)
-        for index, block in enumerate(self.transformer_blocks):
-            v, a = self.block_runner(block, index, v, a, v_in, a_in, keeps[index])
-        v = None if v is None else self._head("", v, v_embedded, v_index)
-        a = None if a is None else self._head("audio_", a, a_embedded, a_index)
-        return v, a
+        heads = {}
+        if v is not None:
+            heads[""] = (v_embedded, v_index)
+        if a is not None:
+            heads["audio_"] = (a_embedded, a_index)
+        return _Pass(v, a, v_in, a_in, keeps, heads)
+
+    def _end(self, p: _Pass) -> BlockOutput:
+        """All that comes after them."""
+        video = None if p.video is None else self._head("", p.video, *p.heads[""])
+        audio = None if p.audio is None else self._head("audio_", p.audio, *p.heads["audio_"])
+        return video, audio
 
     def _patchify_video(self, video: Modality) -> Tensor:
         x = self.patchify_proj(video.tokens.to(self.dtype))

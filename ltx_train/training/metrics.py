@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +35,7 @@ class RunningMean:
 
 @dataclass
 class StepMeter:
-    """Collects one optimizer step's micro-batches on the device; nothing is synchronised until :meth:`summary`.
+    """Collects one optimizer step's micro-batches on the device; nothing is synchronised.
 
     ``rows`` hold [loss, sigma] pairs of samples per modality; a sample without that modality is absent.
     """
@@ -97,9 +98,8 @@ class StepSummary:
     regularisation_loss: float | None = None
 
 
-def summarise(sums: Tensor, ranks: int, names: tuple[str, ...] = NAMES) -> StepSummary:
-    """The summary of :meth:`StepMeter.tensor` added over ``ranks`` processes (one host synchronisation)."""
-    values = sums.tolist()
+def summarise(values: Sequence[float], ranks: int, names: tuple[str, ...] = NAMES) -> StepSummary:
+    """The summary of :meth:`StepMeter.tensor`'s numbers, added over ``ranks`` processes."""
     bins = len(SIGMA_EDGES) - 1
     modality: dict[str, float | None] = {}
     by_bin: dict[str, dict[str, float]] = {}

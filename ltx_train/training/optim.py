@@ -318,6 +318,20 @@ class OptimizationSection(Section):
         return found
 
 
+def can_stay(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`step_unless` works: torch's fused kernels read on the device whether to move."""
+    return isinstance(optimizer, torch.optim.AdamW) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
+    """One update, or none of weights, running means and step count where ``bad`` (scalar float32 on the device) is 1."""
+    optimizer.grad_scale, optimizer.found_inf = None, bad  # what a GradScaler hands to them
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every parameter group the rate of the coming update."""
     for group in optimizer.param_groups:

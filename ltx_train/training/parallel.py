@@ -142,6 +142,14 @@ class Parallel:
         torch.distributed.all_reduce(total)
         return total.tolist()
 
+    def added(self, values: Tensor) -> Tensor:
+        """[n] element-wise sums over the ranks, left on the device; the values themselves with one rank."""
+        if self.world == 1:
+            return values
+        total = values.detach().double().to(self.device)
+        torch.distributed.all_reduce(total)
+        return total
+
     def mean(self, value: float | Tensor, weight: float = 1.0) -> float:
         """The mean of ``value`` over the ranks, each counted ``weight`` times; NaN if no rank has a weight."""
         if self.world == 1:

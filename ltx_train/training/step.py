@@ -57,6 +57,21 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
+class _Prepared:
+    """A micro-batch ready for the transformer."""
+
+    batch: Batch
+    streams: Mapping[str, _Stream]
+    given: Mapping[str, Modality]
+    silent: Perturbations | None
+    prior: Mapping[str, Tensor | None]
+
+    @property
+    def inputs(self) -> tuple[Modality | None, Modality | None, Perturbations | None]:
+        return self.given.get("video"), self.given.get("audio"), self.silent
+
+
+@dataclass(frozen=True)
 class _Stream:
     """One stream of a micro-batch, noised: its state, noise level [B], noise and noisy tokens [B, T, C]."""
 
@@ -102,14 +117,21 @@ class TrainStep:
         slot: index of the batch's first sample in the whole global batch (rank, micro-step and position folded in; the
         others follow), or each sample's own. sigma: fixed noise levels instead of drawn ones, for held-out losses.
         """
+        made = self._prepare(batch, seed, step, slot, sigma)
+        return self._output(made, self.transformer(*made.inputs))
+
+    def together(self, batches: Sequence[Batch], *, seed: int, step: int, slots: Sequence[Sequence[int]]) -> list[StepOutput]:
+        """The same of several micro-batches that go through each block together; backward must be run once for all of them."""
+        made = [self._prepare(batch, seed, step, own, None) for batch, own in zip(batches, slots)]
+        return [self._output(one, velocity) for one, velocity in zip(made, self.transformer.compute_together([one.inputs for one in made]))]
+
+    def _prepare(self, batch: Batch, seed: int, step: int, slot: int | Sequence[int], sigma: float | Mapping[str, float] | None) -> _Prepared:
         states = self._states(batch, seed, step, slots := _slots(slot, len(batch.weight)))
         levels = self._levels(states, seed, step, slots, sigma)
         streams = {m: self._noised(m, states[m], levels, seed, step, slots) for m in states}
         given = {m: s.state.modality(s.tokens, s.sigma, batch.context) for m, s in streams.items()}
         silent = self._silent(batch, streams)
-        prior = self._prior(batch, given, silent)
-        velocity = dict(zip(("video", "audio"), self.transformer(given.get("video"), given.get("audio"), silent)))
-        return self._output(batch, streams, velocity, prior)
+        return _Prepared(batch, streams, given, silent, self._prior(batch, given, silent))
 
     def _prior(self, batch: Batch, given: Mapping[str, Modality], silent: Perturbations | None) -> dict[str, Tensor | None]:
         """The base model's own velocities for the same noisy input, where a sample trains towards them; else empty."""
@@ -167,9 +189,9 @@ class TrainStep:
             return None
         return Perturbations(skip_a2v_cross_attn=present.float().expand(self.config.num_layers, -1))
 
-    def _output(
-        self, batch: Batch, streams: Mapping[str, _Stream], velocity: Mapping[str, Tensor | None], prior: Mapping[str, Tensor | None]
-    ) -> StepOutput:
+    def _output(self, made: _Prepared, velocities: tuple[Tensor | None, Tensor | None]) -> StepOutput:
+        batch, streams, prior = made.batch, made.streams, made.prior
+        velocity = dict(zip(("video", "audio"), velocities))
         losses, counts, total = {}, {}, 0.0
         general = upload(batch.regularisation, batch.weight.device)
         for modality, stream in streams.items():

@@ -193,3 +193,59 @@ def test_fp8_products_are_near_the_plain_ones():
     found = trained(fast, adapt(fast))
     for a, b in zip((*expected[0],), (*found[0],)):
         assert 1e-4 < (a - b).norm() / a.norm() < 6e-2
+
+
+TOGETHER = {
+    "streamed, recomputed": (EngineSettings(streamed=3, slots=2), None),
+    "nothing recomputed, part streamed": (replace(PLAIN, streamed=2, slots=2), "int8"),
+    "offloaded": (EngineSettings(streamed=3, slots=2, offload=True), "int8"),
+    "compiled, offloaded": (replace(COMPILED, streamed=3, slots=2, offload=True), "int8"),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_micro_batches_that_go_through_each_block_together(case):
+    """The gradients are those of one after another; each block comes once forward and once back for all of them."""
+    settings, quantization = TOGETHER[case]
+    batches = [modalities(), modalities(frames=4, steps=9), modalities(frames=1, steps=3)]
+    expected, uploads, found = {}, {}, {}
+    for together in (False, True):
+        model = network(quantization)
+        engine = engaged(model, settings)
+        parameters = adapt(model)
+        for _ in range(2):  # the first step fills the ring
+            before = engine.store.uploaded
+            for p in parameters:
+                p.grad = None
+            passes = [model(*b) for b in batches] if not together else model.compute_together([(*b, None) for b in batches])
+            losses = [v.square().sum() + a.square().sum() for v, a in passes]
+            if together:
+                sum(losses).backward()
+            uploads[together] = engine.store.uploaded - before
+            if not together:
+                for p in parameters:
+                    p.grad = None
+                before = engine.store.uploaded
+                for b in batches:
+                    v, a = model(*b)
+                    (v.square().sum() + a.square().sum()).backward()
+                uploads[together] = engine.store.uploaded - before
+        found[together] = [p.grad.clone() for p in parameters]
+        expected[together] = [v.detach() for v, _ in passes]
+    for a, b in zip(expected[False] + found[False], expected[True] + found[True]):
+        assert (a - b).norm() <= 2e-5 * a.norm() > 0
+    streamed = settings.streamed
+    assert uploads[True] <= 2 * streamed * engine.store.size
+    assert uploads[False] >= 2 * uploads[True], "three micro-batches one after another"
+
+
+def test_a_single_pass_after_several_is_as_before():
+    model = network("int8")
+    engaged(model, EngineSettings(streamed=3, slots=2, offload=True))
+    parameters = adapt(model)
+    first = trained(model, parameters)
+    outputs = model.compute_together([(*modalities(), None)] * 2)
+    sum(v.sum() + a.sum() for v, a in outputs).backward()
+    for p in parameters:
+        p.grad = None
+    assert_same(first, trained(model, parameters), rtol=0)

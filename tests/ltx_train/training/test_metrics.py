@@ -20,7 +20,7 @@ def test_summary_over_two_ranks_equals_plain_averages():
             all_video += loss.tolist()
             all_audio += (loss * 3)[counts].tolist()
         sums = sums + meter.tensor()
-    report = summarise(sums, ranks=2)
+    report = summarise(sums.tolist(), ranks=2)
     assert math.isclose(report.video_loss, sum(all_video) / len(all_video), rel_tol=1e-6)
     assert math.isclose(report.audio_loss, sum(all_audio) / len(all_audio), rel_tol=1e-6)
     assert math.isclose(report.loss, sum(all_video) / len(all_video), rel_tol=1e-6)
@@ -32,7 +32,7 @@ def test_absent_modality_is_none_and_nan_of_a_silent_sample_does_not_leak():
     meter = StepMeter()
     loss = torch.tensor([0.5, float("nan")])
     meter.add(torch.tensor(0.5), {"video": (loss, torch.tensor([0.3, 0.4]), torch.tensor([True, False]))})
-    report = summarise(meter.tensor(), ranks=1)
+    report = summarise(meter.tensor().tolist(), ranks=1)
     assert report.audio_loss is None and report.video_loss == 0.5
 
 

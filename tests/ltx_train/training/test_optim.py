@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ltx_train.errors import ConfigError, MissingPackage, RunError
 from ltx_train.training.ema import Ema, EmaSection, finished_weights
-from ltx_train.training.optim import OPTIMIZERS, OptimizationSection, set_learning_rate
+from ltx_train.training.optim import OPTIMIZERS, OptimizationSection, can_stay, set_learning_rate, step_unless
 from ltx_train.training.optim_state import optimizer_on_host, optimizer_state, restore_optimizer
 from ltx_train.training.snapshots import load_snapshot, save_snapshot
 
@@ -264,3 +264,27 @@ def test_a_state_on_the_host_and_one_on_the_card_go_on_from_one_another(first):
     steps(parameters, after, 2, start=2)
     for p, expected in zip(parameters, whole):
         torch.testing.assert_close(p, expected)
+
+
+def test_the_fused_optimizer_stays_where_it_is_when_told_on_the_device():
+    """Bad numbers move neither weights nor running means nor the step count; good ones do what a plain step does."""
+
+    def some():
+        g = torch.Generator().manual_seed(1)
+        params = [torch.nn.Parameter(torch.randn(5, 3, generator=g)) for _ in range(3)]
+        return params, torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+    params, optimizer = some()
+    plain, reference = some()
+    assert can_stay(optimizer) and not can_stay(torch.optim.AdamW(plain, fused=False)) and not can_stay(torch.optim.SGD(plain))
+    for n, bad in enumerate([0.0, 1.0, 0.0]):
+        for p, q in zip(params, plain):
+            q.grad = torch.full_like(q, n + 1.0)
+            p.grad = torch.full_like(p, float("nan")) if bad else q.grad.clone()
+        step_unless(optimizer, torch.tensor(bad))
+        if not bad:
+            reference.step()
+        for p, q in zip(params, plain):
+            assert torch.equal(p, q)
+            assert all(torch.equal(optimizer.state[p][k], reference.state[q][k]) for k in ("step", "exp_avg", "exp_avg_sq"))
+    assert not hasattr(optimizer, "found_inf")

@@ -213,7 +213,7 @@ def test_regularisation_clips_are_weighed_and_reported_apart():
     assert out.video_counts.tolist() == out.audio_counts.tolist() == [True, False, True] and out.regularisation_counts.tolist() == [False, True, False]
     report = StepMeter()
     report.add(out.loss, out.per_modality())
-    summary = summarise(report.tensor(), 1)
+    summary = summarise(report.tensor().tolist(), 1)
     assert summary.video_loss == pytest.approx(float(out.video_loss[[0, 2]].mean())) and summary.regularisation_loss == pytest.approx(float(each[1]))
     assert TrainStep(FakeTransformer(), mode("t2v").strategy(), FlowMatchingSection())(batch(), seed=0, step=0, slot=0).regularisation_loss is None
 
