@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -27,6 +28,24 @@ def register() -> None:
     from server import PromptServer
 
     add(PromptServer.instance.routes)
+    if quote(paths.PACK.name) != paths.PACK.name:
+        serve_web(PromptServer.instance.routes, paths.PACK)
+
+
+def serve_web(routes: web.RouteTableDef, pack: Path) -> None:
+    """The pack's scripts and help pages where its folder's name has a space or an umlaut.
+
+    ComfyUI serves them as static files; newer aiohttp (seen with 3.14) compares a static prefix in its quoted form with
+    the path in its plain form, and finds nothing for such names.
+    """
+
+    @routes.get("/extensions/{pack}/{file:.+}")
+    async def file(request: web.Request) -> web.StreamResponse:
+        folder = pack / "web"
+        path = folder / request.match_info["file"]
+        if request.match_info["pack"] != pack.name or not paths.inside(folder, path) or not path.is_file():
+            raise web.HTTPNotFound
+        return web.FileResponse(path)
 
 
 def add(routes: web.RouteTableDef) -> None:

@@ -123,3 +123,31 @@ def test_inspect_tells_the_family(ask, pack):
     assert status == 200, body
     assert body["family"] == "ltx2.3" and body["missing"] == {}
     assert "gemma_3_tiny.safetensors (auto)" in body["text"]
+
+
+@pytest.mark.parametrize("path, status", [
+    ("LTX%20Trainer%20%C3%BC/ltx_train.js", 200), ("LTX%20Trainer%20%C3%BC/docs/LTXTrainLoRA.md", 200), ("LTX%20Trainer%20%C3%BC/none.js", 404),
+    ("LTX%20Trainer%20%C3%BC/..%2Fnodes%2Fpaths.py", 404), ("LTX%20Trainer%20%C3%BC/%2Fetc%2Fpasswd", 404), ("other/ltx_train.js", 404),
+])  # fmt: skip
+def test_a_folder_with_a_space_and_an_umlaut_still_has_its_scripts(pack, tmp_path, path, status):
+    """aiohttp 3.14 finds no static file below such a prefix; the pack's own route does."""
+    folder = tmp_path / "LTX Trainer ü"
+    (folder / "web" / "docs").mkdir(parents=True)
+    (folder / "nodes").mkdir()
+    for name in ("web/ltx_train.js", "web/docs/LTXTrainLoRA.md", "nodes/paths.py"):
+        (folder / name).write_text("content")
+
+    async def go():
+        routes = web.RouteTableDef()
+        pack.routes.serve_web(routes, folder)
+        app = web.Application()
+        app.router.add_static("/extensions/LTX Trainer ü", folder / "web")
+        app.add_routes(routes)
+        async with TestClient(TestServer(app)) as client:
+            from yarl import URL as Url
+
+            answer = await client.get(Url(f"/extensions/{path}", encoded=True))
+            return answer.status, await answer.text()
+
+    got, text = asyncio.run(go())
+    assert got == status and (text == "content") == (status == 200)

@@ -18,6 +18,8 @@ const STYLE = `
 .ltx-train svg { width: 100%; height: 84px; min-height: 84px; display: block; }
 .ltx-train .ltx-axes { display: flex; justify-content: space-between; opacity: 0.7; }
 .ltx-train .ltx-error { color: var(--error-text, #ff6b6b); }
+.ltx-train .ltx-plan { opacity: 0.8; }
+.ltx-train .ltx-plan:empty { display: none; }
 .ltx-train .ltx-warning { color: #e0b050; }
 .ltx-train .ltx-samples { display: flex; flex-wrap: wrap; gap: 4px; }
 .ltx-train .ltx-samples > * { max-width: 100%; max-height: 96px; border-radius: 4px; }
@@ -58,6 +60,7 @@ export class RunPanel {
     this.raw = this.line("currentColor", 1, 0.35);
     this.smooth = this.line("#4ea1ff", 2, 1);
     this.axes = element(document, "div", "ltx-axes");
+    this.plan = element(document, "div", "ltx-plan");
     this.notice = element(document, "div", "");
     this.samples = element(document, "div", "ltx-samples");
     this.buttons = element(document, "div", "ltx-buttons");
@@ -75,7 +78,7 @@ export class RunPanel {
       });
       this.buttons.append(button);
     }
-    this.element.append(this.status, this.svg, this.axes, this.notice, this.samples, this.buttons);
+    this.element.append(this.status, this.svg, this.axes, this.plan, this.notice, this.samples, this.buttons);
     this.buttons.style.display = "none";
     this.shown = "";
   }
@@ -98,6 +101,7 @@ export class RunPanel {
     if (history.losses.length) {
       for (const text of [`step ${view.first}`, `loss ${short(view.low)} to ${short(view.high)}, mean ${short(view.mean)}`, `step ${view.last}`]) this.axes.append(element(this.document, "span", "", text));
     }
+    this.plan.textContent = history.plan?.message ?? "";
     const told = notice(history, status);
     this.notice.className = told ? `ltx-${told.kind}` : "";
     this.notice.textContent = told ? told.text : "";
