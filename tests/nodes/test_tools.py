@@ -172,3 +172,23 @@ def test_a_tool_that_makes_nothing_is_an_error_with_its_reason(pack, here):
     (pack.host.base / "input" / "broken.mp4").write_bytes(b"no film")
     with pytest.raises(pack.engine("errors").DataError, match="Nothing was made"):
         pack.nodes["LTXTrainSplitScenes"].execute("input/broken.mp4", "datasets/scenes")
+
+
+@pytest.mark.parametrize("tool", ["split", "reference"])
+def test_a_stop_ends_a_tool_between_two_frames(pack, clips, tool):
+    """And what is half written does not stay."""
+    errors, tools = pack.engine("errors"), pack.engine("tools")
+    film, out, seen = pack.host.base / "input" / "film.mp4", pack.host.base / "datasets" / "out", []
+    cuts(film)
+
+    def check():
+        seen.append(1)
+        if len(seen) == (60 if tool == "split" else 4):
+            raise errors.StopRequested("asked to stop")
+
+    with pytest.raises(errors.StopRequested):
+        if tool == "split":
+            tools.split(film, out, tools.SceneSection(), check=check)
+        else:
+            tools.make_references(tools.ReferenceJob(dataset=str(clips), output=str(out), control={"kind": "grey"}), check=check)
+    assert [path for path in out.rglob("*") if path.suffix == ".mp4"] == []
