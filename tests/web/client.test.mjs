@@ -85,6 +85,7 @@ test("the status line in every phase", () => {
   history.addAll([{ type: "phase", phase: "encode video", state: "end" }, { type: "phase", phase: "train", state: "start" }, step(2, 0.25)]);
   assert.equal(statusLine(history, { state: "running" }), "running · step 2 of 4 · loss 0.250 · 2.00 s a step · 2 min left");
   assert.equal(statusLine(history, { state: "finished" }), "finished · step 2 of 4 · loss 0.250");
+  assert.equal(statusLine(history, { state: "parked" }), "waiting for the next part · step 2 of 4 · loss 0.250");
 });
 
 test("an error is told before a warning, and a lost run as one", () => {

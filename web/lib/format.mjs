@@ -16,24 +16,28 @@ export function short(value) {
   return size !== 0 && (size < 0.001 || size >= 10000) ? value.toExponential(1) : value.toFixed(size < 1 ? 3 : 2);
 }
 
-const LIVE = ["queued", "preparing", "running", "stopping"];
+const LIVE = ["queued", "preparing", "running", "parked", "stopping"];
 export const isLive = (state) => LIVE.includes(state);
+
+/** Whether a run waits between two parts: alive, and nothing to do for it. */
+export const isParked = (state) => state === "parked";
 
 /** The line above the chart. */
 export function statusLine(history, status) {
   const state = status?.state || history.state || "queued";
   const parts = [];
   const step = history.lastStep;
-  if (isLive(state) && history.phase && history.phase !== "train") {
+  const works = isLive(state) && !isParked(state);
+  if (works && history.phase && history.phase !== "train") {
     const p = history.progress;
     const far = p && p.phase === history.phase ? ` ${p.done}${p.total ? ` of ${p.total}` : ""}` : "";
     parts.push(`${history.phase}${far}`);
-  } else parts.push(state);
+  } else parts.push(isParked(state) ? "waiting for the next part" : state);
   if (step) {
     parts.push(`step ${step.step} of ${step.total}`);
     if (Number.isFinite(step.loss)) parts.push(`loss ${short(step.loss)}`);
-    if (isLive(state) && step.seconds) parts.push(`${short(step.seconds)} s a step`);
-    if (isLive(state) && step.eta) parts.push(`${duration(step.eta)} left`);
+    if (works && step.seconds) parts.push(`${short(step.seconds)} s a step`);
+    if (works && step.eta) parts.push(`${duration(step.eta)} left`);
   }
   return parts.join(" · ");
 }

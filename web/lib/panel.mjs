@@ -1,7 +1,7 @@
 // The panels on our nodes: a run's chart, status and samples; a report; a model's summary. Built with text nodes only.
 
 import { drawn } from "./chart.mjs";
-import { notice, reportRow, short, statusLine } from "./format.mjs";
+import { isParked, notice, reportRow, short, statusLine } from "./format.mjs";
 
 const SVG = "http://www.w3.org/2000/svg";
 const STYLE = `
@@ -72,6 +72,7 @@ export class RunPanel {
       const button = element(document, "button", "", text);
       button.type = "button";
       button.title = tip;
+      button.dataset.control = control;
       button.addEventListener("click", () => {
         button.disabled = true;
         Promise.resolve(ask(control)).finally(() => setTimeout(() => (button.disabled = false), 1500));
@@ -107,6 +108,7 @@ export class RunPanel {
     this.notice.textContent = told ? told.text : "";
     this.notice.title = told ? told.more : "";
     this.buttons.style.display = client.live ? "" : "none";
+    for (const button of this.buttons.children) button.style.display = isParked(status?.state) && button.dataset.control !== "stop" ? "none" : "";
     this.showSamples(client);
   }
 
