@@ -50,20 +50,28 @@ def load_network(
     quantizer = choose(acceleration.quantization, facts, warn)
     host = torch.device("cpu")
     on_host = _streamed_names(checkpoint, settings.streamed) if settings is not None else ()
+    engines: list[BlockEngine] = []
+
+    def take(model: LTXTransformer, index: int) -> None:
+        if not engines:
+            engines.append(BlockEngine(model, settings, device, dtype))
+        engines[0].take(index, model.transformer_blocks[index])
+
     transformer = load_quantized(
         checkpoint,
         quantizer,
         dtype=dtype,
-        device=host if on_host and quantizer is None else device,  # plain weights would fill the card first
+        device=device,
         home=(lambda name: host if name.startswith(on_host) else device) if on_host else None,
         video="video" in streams,
         audio="audio" in streams,
         keep_stored=acceleration.keep_stored_quantization,
         progress=lambda done, total: live.progress("load the model", done, total, unit="weights"),
+        whole=None if settings is None else take,  # each block goes where it rests before the next one is read
     )
     prefer_attention(acceleration.attention, device)
     if settings is not None:
-        engine = engage(transformer, settings, device, dtype)
+        engine = engaged(transformer, engines[0], device)
         if settings.compile and device.type == "cuda" and acceleration.cuda_graphs == "on":
             transformer.pass_runner = GraphedPasses(transformer, engine, live.warn)
     elif recompute:
@@ -80,11 +88,8 @@ def _streamed_names(checkpoint: Checkpoint, streamed: int) -> tuple[str, ...]:
     return tuple(f"transformer_blocks.{i}." for i in range(layers) if i not in resident)
 
 
-def engage(transformer: LTXTransformer, settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> BlockEngine:
-    """Give a loaded transformer's blocks to an engine, one by one; what is not in a block goes to the device."""
-    engine = BlockEngine(transformer, settings, device, dtype)
-    for index, block in enumerate(transformer.transformer_blocks):
-        engine.take(index, block)
+def engaged(transformer: LTXTransformer, engine: BlockEngine, device: torch.device) -> BlockEngine:
+    """Let the engine that has taken the blocks run them; what is not in a block goes to the device."""
     transformer.block_runner = engine
     for parameter in transformer.parameters():
         if parameter.device != device and parameter.data_ptr() not in engine.resting:
@@ -111,6 +116,7 @@ def engine_settings(section: AccelerationSection, facts: Facts, device: torch.de
         kept=section.keep_activations_of,
         offload=section.offload_activations == "on",
         float8=section.float8_products,
+        on_disk=0 if section.blocks_on_disk == "auto" else min(section.blocks_on_disk, streamed),
         dropout=dropout,
         pin_limit=None if section.pin_limit_gb is None else int(section.pin_limit_gb * 1e9),
     )
@@ -125,6 +131,8 @@ def check_combination(section: AccelerationSection, *, frozen: bool, own_layers:
             raise ConfigError("memory.together", f"acceleration.accumulate_together goes with {with_what}.", "Set accumulate_together: 1, or change the other setting.")
     if not frozen and (streams or section.offload_activations == "on"):
         raise ConfigError("memory.full", "Full fine-tuning cannot stream blocks or keep their inputs in RAM.", "Set stream_blocks: 0 and offload_activations: off, or train a LoRA.")
+    if section.blocks_on_disk not in ("auto", 0) and section.cuda_graphs == "on":
+        raise ConfigError("memory.disk_graphs", "acceleration.blocks_on_disk goes with cuda_graphs: off.", "A recorded pass reads its uploads from fixed places in RAM.")
     if not own_layers and (streams or section.float8_products):
         name = "stream_blocks" if streams else "float8_products"
         raise ConfigError("memory.adapter", f"acceleration.{name} goes with the adapter kinds lora and rslora only.", f"Choose kind: lora, or leave {name} off.")

@@ -99,8 +99,11 @@ def lora_numbers(section: LoraSection, work: Work) -> int:
     return work.config.num_layers * sum(section.rank_of(name) * sum(layers[name]) for name in chosen)
 
 
-def choices(work: Work, machine: Machine, section: AccelerationSection) -> Iterator[Fit]:
-    """Every fit that the section allows: what it states is kept, what it leaves to ``auto`` is tried."""
+def choices(work: Work, machine: Machine, section: AccelerationSection, share_on_disk: float = 0.0) -> Iterator[Fit]:
+    """Every fit that the section allows: what it states is kept, what it leaves to ``auto`` is tried.
+
+    share_on_disk: of the streamed blocks, where the section leaves it open.
+    """
     if machine.shared:
         section = section.model_copy(update={name: value for name, value in NOTHING_MOVED.items() if getattr(section, name) == "auto"})
     layers = work.config.num_layers
@@ -117,8 +120,9 @@ def choices(work: Work, machine: Machine, section: AccelerationSection) -> Itera
                     for offload in both(section.offload_activations):
                         if offload and budget:
                             continue
+                        on_disk = round(share_on_disk * count) if section.blocks_on_disk == "auto" else min(section.blocks_on_disk, count)
                         for together in groups if count else groups[:1]:
-                            yield Fit(quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products, min(together, work.accumulation))
+                            yield Fit(quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products, min(together, work.accumulation), on_disk)
 
 
 def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Plan:
@@ -126,8 +130,13 @@ def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Pla
 
     Raises ConfigError ``plan.too_large`` naming what would fit.
     """
-    rated = [(fit, cost(work, fit, machine.speeds)) for fit in choices(work, machine, section)]
-    fitting = [(fit, c) for fit, c in rated if c.device <= machine.device - RESERVE and c.host <= machine.host]
+    rated: list[tuple[Fit, Cost]] = []
+    fitting: list[tuple[Fit, Cost]] = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):  # the disk is slow: only as much as RAM lacks
+        rated += [(fit, cost(work, fit, machine.speeds)) for fit in choices(work, machine, section, share)]
+        fitting = [(fit, c) for fit, c in rated if c.device <= machine.device - RESERVE and c.host <= machine.host]
+        if fitting or section.blocks_on_disk != "auto":
+            break
     if not fitting:
         raise too_large(work, machine, section, rated)
     quickest = min(c.seconds for _, c in fitting)
@@ -136,7 +145,7 @@ def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Pla
         update={
             "stream_blocks": fit.streamed, "activation_budget": fit.budget, "offload_activations": "on" if fit.offload else "off",
             "optimizer_in_ram": "on" if fit.optimizer_in_ram else "off", "activation_checkpointing": "on",
-            "accumulate_together": fit.together,
+            "accumulate_together": fit.together, "blocks_on_disk": fit.on_disk,
         }
     )  # fmt: skip
     return Plan(fit, best, settled, in_words(work, machine, fit, best, rated), work.config.num_layers)
@@ -145,6 +154,8 @@ def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Pla
 def in_words(work: Work, machine: Machine, fit: Fit, best: Cost, rated: list[tuple[Fit, Cost]]) -> str:
     """What was chosen and what kept it from more, in a line or two."""
     text = f"{fit.words(work.config.num_layers)}: about {best.device / GIB:.1f} of {machine.device / GIB:.1f} GiB on {machine.name}, {best.host / GIB:.0f} GiB of RAM, {best.seconds:.2f} s a step"
+    if fit.on_disk:
+        text += f" (all blocks in RAM would need {max(c.host for f, c in rated if f.streamed == fit.streamed) / GIB:.0f} GiB)"
     fastest_fit, fastest = min(rated, key=lambda item: item[1].seconds)
     if fastest.seconds < best.seconds * 0.98:
         text += f". Faster would be {fastest_fit.words(work.config.num_layers)} ({fastest.seconds:.2f} s), which needs {fastest.device / GIB:.0f} GiB"
@@ -159,7 +170,7 @@ def too_large(work: Work, machine: Machine, section: AccelerationSection, rated:
         hints.append("With quantization: int8 the weights take half.")
     for share in (0.75, 0.5, 0.25):
         smaller = replace(work, video_tokens=int(work.video_tokens * share))
-        fits = [c for f in choices(smaller, machine, section) if (c := cost(smaller, f, machine.speeds)).device <= machine.device - RESERVE and c.host <= machine.host]
+        fits = [c for f in choices(smaller, machine, section, 1.0) if (c := cost(smaller, f, machine.speeds)).device <= machine.device - RESERVE and c.host <= machine.host]
         if fits:
             hints.append(f"Clips of at most {smaller.video_tokens} latent tokens would fit ({work.video_tokens} now).")
             break

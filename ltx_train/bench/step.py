@@ -26,6 +26,7 @@ from ..text import Context
 from ..training.flow_matching import FlowMatchingSection
 from ..training.optim import OptimizationSection
 from ..training.step import TrainStep
+from .link import hold_back
 from .networks import fast_transformer, full_config, per_token, plain_adapter, plain_transformer
 
 GIB = 1 << 30
@@ -40,6 +41,7 @@ class StepCase:
     """One measurement. resident: blocks on the device, -1 for all. cap: GiB of the card that may be used, 0 for all.
 
     together: micro-batches of a step, which go through each block together; ``sample_s`` is then told beside ``step_s``.
+    link: GB/s that uploads are held back to, 0 for none.
     """
 
     size: str = "960x544x89"
@@ -55,6 +57,7 @@ class StepCase:
     offload: bool = False
     optimizer: str = "device"
     together: int = 1
+    link: float = 0.0
     audio: bool = True
     cap: float = 0.0
     attention: str = "auto"
@@ -166,6 +169,7 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     model = fast_transformer(
         config, case.engine(), quantization=case.quantization or None, audio=case.audio, device=device, dtype=dtype, memory=memory,
     )  # fmt: skip
+    hold_back(model.block_runner.store, case.link, device)
     notes: list[str] = []
     if case.graph and case.compile:
         model.pass_runner = GraphedPasses(model, model.block_runner, lambda code, text: notes.append(text))

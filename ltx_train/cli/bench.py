@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import bench_preprocess
+from . import bench_load, bench_preprocess
 from .show import positive
 
 
@@ -23,6 +23,8 @@ def add(verbs: argparse._SubParsersAction) -> None:
     step.add_argument("--no-plain", action="store_true", help="leave the baseline out")
     step.add_argument("--tiny", action="store_true", help="a tiny network that a CPU measures in seconds")
     step.add_argument("--profile", action="store_true", help="add a table of kernels")
+    step.add_argument("--table", nargs="?", const="all", metavar="ROWS", help="measure the rows of the release table instead (all, or such as 1-4,7), each with its limits")
+    step.add_argument("--minutes", type=float, help="with --table: begin no row after so many minutes; what is left is told")
     step.add_argument("--out", type=Path, help="append the records to this file too")
     step.set_defaults(run=run_step)
     numerics = kinds.add_parser("numerics", help="errors of every fast path beside float32, on three full-width blocks")
@@ -32,6 +34,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     numerics.add_argument("--tiny", action="store_true", help="a tiny network that a CPU measures in seconds")
     numerics.add_argument("--out", type=Path, help="append the records to this file too")
     numerics.set_defaults(run=run_numerics)
+    bench_load.add(kinds, command_of, show)
     bench_preprocess.add(kinds)
 
     plan = verbs.add_parser("plan", help="will it fit, and how fast: the settings a training would get, on this machine or a card of a size")
@@ -52,13 +55,23 @@ def add(verbs: argparse._SubParsersAction) -> None:
 
 def run_step(options: argparse.Namespace) -> int:
     from ..bench.step import StepCase, line, run_cases
+    from ..errors import ConfigError
 
     base = StepCase(size=options.size, rank=options.rank, family=options.family, steps=options.steps, tiny=options.tiny, profile=options.profile)
     if options.tiny and options.size == "960x544x89":
-        base = StepCase.parse("size=128x64x9,steps=3", base)
-    cases = [StepCase.parse(text, base) for text in options.case or [""]]
+        base = StepCase.parse("size=128x64x9,steps=3" if not options.table else "size=64x64x9,rank=4,steps=1,warmup=1,layers=2,compile=0", base)
+    if options.table:
+        from ..bench.table import chosen, run_table
+
+        try:
+            rows = chosen(options.table)
+        except ValueError as error:
+            raise ConfigError("bench.table", f"--table {options.table}: {error}"[:118], "Give row numbers such as 1-4,7, or nothing for all.") from error
+        records = run_table(rows, base, plain=not options.no_plain, command=command_of(options), minutes=options.minutes)
+    else:
+        records = run_cases([StepCase.parse(text, base) for text in options.case or [""]], plain=not options.no_plain, command=command_of(options))
     failed = 0
-    for record in run_cases(cases, plain=not options.no_plain, command=command_of(options)):
+    for record in records:
         show(line(record), options.out)
         failed += "error" in record
     return 1 if failed else 0

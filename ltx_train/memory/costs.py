@@ -11,6 +11,7 @@ from torch import nn
 from ..models.blocks import TransformerBlock
 from ..models.families import TransformerConfig
 from ..models.transformer import LTXTransformer
+from .disk import AHEAD as DISK_BUFFERS
 from .quantization import QUANTIZERS
 
 GIB = 1 << 30
@@ -58,11 +59,13 @@ class Fit:
     compiled: bool = True
     float8: bool = False
     together: int = 1
+    on_disk: int = 0
 
     def words(self, layers: int) -> str:
         """In words for people."""
         parts = [f"{self.quantization or 'plain'} weights"]
         parts.append("all blocks on the card" if not self.streamed else f"{self.streamed} of {layers} blocks streamed from RAM")
+        parts += [f"{self.on_disk} of them on the disk"] if self.on_disk else []
         parts.append("activations recomputed" if self.budget == 0 else f"{self.budget:.0%} of the activations kept")
         parts += ["block inputs in RAM"] if self.offload else []
         parts += [f"{self.together} micro-steps together"] if self.together > 1 else []
@@ -72,11 +75,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates of a card: tflops of dense 16-bit products by its maker, upload in bytes a second, seconds of launches a step."""
+    """Rates of a card: tflops of dense 16-bit products by its maker, upload and disk in bytes a second, seconds of launches a step."""
 
     tflops: float
     upload: float
     launches: float = 0.076
+    disk: float = 2e9
 
     @property
     def sustained(self) -> float:
@@ -160,7 +164,7 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
     device += 10.0 * work.lora + (min(OPTIMIZER_CHUNKS, 8.0 * work.lora) if fit.optimizer_in_ram else 8.0 * work.lora)
     text = 2.0 * work.batch * work.text_tokens * (c.dim + (c.audio_dim if work.audio else 0))
     device += unit * (fit.together * (3 if fit.offload else layers * kept) + WORKING_SET[fit.compiled]) + fit.together * layers * KEPT_TEXT_UNITS * fit.budget * text
-    host = 4 * GIB + fit.streamed * block + (fit.together * layers * unit if fit.offload else 0.0) + (8.0 * work.lora if fit.optimizer_in_ram else 0.0)
+    host = 4 * GIB + (fit.streamed - fit.on_disk + min(DISK_BUFFERS, fit.on_disk)) * block + (fit.together * layers * unit if fit.offload else 0.0) + (8.0 * work.lora if fit.optimizer_in_ram else 0.0)
 
     forward, backward, products = flops(work)
     down = sum(2.0 * work.video_tokens * out * inputs for name, out, inputs in matrices if name == "ff.net.2") * layers * work.batch
@@ -172,6 +176,6 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
     seconds = total / speeds.sustained * (1.0 if fit.compiled else 1.6) + speeds.launches
     expansion = 0.027 * (989 / speeds.tflops) ** 0.5 if fit.quantization is not None and not fit.float8 else 0.0
     group = fit.together * seconds + expansion  # micro-steps that share an upload and an expansion of each block
-    upload = 2.0 * max(0, fit.streamed - 3) * block / speeds.upload
+    upload = max(2.0 * max(0, fit.streamed - 3) * block / speeds.upload, 2.0 * fit.on_disk * block / speeds.disk)
     side = (8.0 * work.lora * 2 / speeds.upload * 0.6 if fit.optimizer_in_ram else 0.0) + (0.02 if fit.offload else 0.0)
     return Cost(device, host, -(-work.accumulation // fit.together) * max(group, upload) + side, upload > group)

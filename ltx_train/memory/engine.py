@@ -27,7 +27,8 @@ class EngineSettings:
     streamed: blocks whose weights rest in host memory. compile: one graph for all blocks. budget: share of the
     activations that is kept when compiled, 0 (block inputs alone) to 1; recompute: the same for blocks that are not
     compiled, all or nothing, but for the last ``kept`` ones. offload: block inputs wait in host memory. float8: multiply
-    e4m3 weights as they are. pin_limit: bytes of host memory to page-lock at most.
+    e4m3 weights as they are. pin_limit: bytes of host memory to page-lock at most. on_disk: of
+    the streamed blocks, those that rest in a file.
     """
 
     streamed: int = 0
@@ -41,6 +42,7 @@ class EngineSettings:
     dropout: bool = False
     backend: str = "inductor"
     pin_limit: int | None = None
+    on_disk: int = 0
 
 
 class BlockEngine:
@@ -80,7 +82,7 @@ class BlockEngine:
         s = self.settings
         self.packing = Packing(block, self.dtype, native=s.float8)
         size, layers = self.packing.rest_bytes, len(self.transformer.transformer_blocks)
-        self.store = BlockStore(layers, size, self.device, resident=max(0, layers - s.streamed), slots=s.slots, memory=self.memory)
+        self.store = BlockStore(layers, size, self.device, resident=max(0, layers - s.streamed), slots=s.slots, on_disk=s.on_disk, memory=self.memory)
         if self.packing.expands:
             self.plain = torch.zeros(self.packing.plain_bytes, dtype=torch.uint8, device=self.device)
         shared = [self.plain] if self.plain is not None else self.store.buffers() if self.store.streams else []
@@ -189,7 +191,9 @@ class BlockEngine:
         return found
 
     def close(self) -> None:
-        """Give page-locked memory back."""
+        """Give page-locked memory back, and the file of blocks on the disk."""
+        if self.store is not None and self.store.disk is not None:
+            self.store.disk.close()
         self.memory.close()
 
 

@@ -61,7 +61,7 @@ class GraphedPasses:
 
     def _key(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None) -> tuple | None:
         """What a recording is good for; None where none can be made."""
-        if not self.usable or perturbations is not None or not torch.is_grad_enabled():
+        if not self.usable or self.engine.store.disk is not None or perturbations is not None or not torch.is_grad_enabled():
             return None
         longest = max(m.tokens.shape[0] * m.tokens.shape[1] for m in (video, audio) if m is not None)
         searched = any(m.timestep_rows is None for m in (video, audio) if m is not None)

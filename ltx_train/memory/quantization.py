@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ConfigError, MissingPackage
 from ..models.linear import Linear, QuantizedWeight, linears
 from ..models.transformer import LTXTransformer, keeps_float32, load_transformer, transformer_source
-from ..models.weights import WeightSource, load_weights
+from ..models.weights import WeightSource, check_weights, load_weights
 from ..section import Section
 from .capability import Facts, capability
 from .stores import AsStored, GroupScaled, Nf4, PackedAffine, RowScaled, pack, quanto_group
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 EXCLUDED = ("*patchify_proj", "*proj_out", "*adaln*", "*timestep_embedder*", "*time_proj*", "*caption_projection*", "*norm*", "*to_gate_logits", "*connector*")
 """Modules never quantised, by their whole name: in- and output, adaLN, embedders, captions, norms, gates. They are small and sensitive."""
+
+
+BLOCKS = "transformer_blocks."
 
 
 class Quantizer(Section):
@@ -200,12 +203,14 @@ def load_quantized(
     keep_stored: bool = True,
     home: Callable[[str], torch.device | str] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    whole: Callable[[LTXTransformer, int], None] | None = None,
 ) -> LTXTransformer:
     """The checkpoint's transformer with quantised weights, one plain weight in memory at a time.
 
     Weights that the file holds quantised are trained on as they are (``keep_stored``), unless the quantiser is smaller.
     quantizer None with keep_stored False is load_transformer. home: where a weight rests, by module name (streamed blocks
-    rest on the host); it is quantised on ``device`` all the same.
+    rest on the host); it is quantised on ``device`` all the same. whole: called with the model and a block's number when
+    all of that block is there, before the next one is read: who moves it away needs room for one block at a time.
     Raises CheckpointError when the file's tensors do not fit.
     """
     model = load_transformer(checkpoint, dtype=dtype, device="meta", video=video, audio=audio)
@@ -216,13 +221,30 @@ def load_quantized(
     for layer in planned.values():
         layer.weight = None
     rest = source.renamed(lambda name: None if name in keys else name)
-    load_weights(model, rest, dtype=lambda name: torch.float32 if keeps_float32(name) else dtype, device=device)
-    for done, (name, layer) in enumerate(planned.items(), 1):
-        store = _store(source, f"{name}.weight", quantizer, dtype, device, keep_stored)
-        layer.set_quantized(store if home is None else store.to(home(name)))
-        if progress is not None:
-            progress(done, len(planned))
+    check_weights(model, rest)
+    kind = lambda name: torch.float32 if keeps_float32(name) else dtype  # noqa: E731
+    place = home or (lambda name: device)
+    done = 0
+    for prefix in ("", *(f"{BLOCKS}{index}." for index in range(len(model.transformer_blocks)))):
+        part, inside = _part(model, rest, prefix)
+        load_weights(part, inside, dtype=kind, device=place(prefix) if quantizer is None else device, ignore=() if prefix else (f"{BLOCKS}*",))
+        for name in [n for n in planned if (n.startswith(prefix) if prefix else not n.startswith(BLOCKS))]:
+            planned[name].set_quantized(_store(source, f"{name}.weight", quantizer, dtype, device, keep_stored).to(place(name)))
+            done += 1
+            if progress is not None:
+                progress(done, len(planned))
+        if prefix:
+            part.requires_grad_(False).eval()
+            if whole is not None:
+                whole(model, int(prefix.split(".")[1]))
     return model.requires_grad_(False).eval()
+
+
+def _part(model: LTXTransformer, source: WeightSource, prefix: str) -> tuple[nn.Module, WeightSource]:
+    """A block with its tensors under its own names, or for no prefix the model with those outside the blocks."""
+    if not prefix:
+        return model, source.renamed(lambda name: None if name.startswith(BLOCKS) else name)
+    return model.get_submodule(prefix.rstrip(".")), source.renamed(lambda name: name[len(prefix) :] if name.startswith(prefix) else None)
 
 
 _STORED_BITS = {"float8_e4m3fn": 8, "float8_e5m2": 8, "int8_tensorwise": 8, "mxfp8": 8, "nvfp4": 4}

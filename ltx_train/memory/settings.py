@@ -45,6 +45,9 @@ class AccelerationSection(Section):
     accumulate_together: int | Literal["auto"] = Field(
         "auto", description="With gradient accumulation: so many micro-steps pass through a block before the next one, so that a streamed block is uploaded once for all of them; 1: one after another."
     )
+    blocks_on_disk: int | Literal["auto"] = Field(
+        "auto", description="Of the streamed blocks, so many are read from a file each time instead of resting in RAM; slower, for machines with little RAM."
+    )
 
     @field_validator("quantization")
     @classmethod
@@ -56,7 +59,7 @@ class AccelerationSection(Section):
             raise ValueError(f"quantization {value!r} is not known; " + (f"did you mean {near[0]}? " if near else "") + f"known: {', '.join(QUANTIZATIONS)}")
         return value
 
-    @field_validator("stream_blocks")
+    @field_validator("stream_blocks", "blocks_on_disk")
     @classmethod
     def _not_negative(cls, value: int | str, info: ValidationInfo) -> int | str:
         if isinstance(value, int) and value < 0:

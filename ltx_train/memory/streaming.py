@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .disk import DiskBlocks
 from .pinned import HostMemory
 
 SLOTS = 3
@@ -28,13 +30,19 @@ class BlockStore:
     forward, then back; a block that comes out of order (a forward without backward) sets the order right again.
     """
 
-    def __init__(self, layers: int, size: int, device: torch.device, *, resident: int | None = None, slots: int = SLOTS, memory: HostMemory | None = None) -> None:
+    def __init__(
+        self, layers: int, size: int, device: torch.device, *, resident: int | None = None, slots: int = SLOTS, on_disk: int = 0, memory: HostMemory | None = None,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        """on_disk: so many of the streamed blocks rest in a file (in ``folder``) instead of host memory."""
         self.layers, self.size, self.device = layers, size, device
         self.resident = spread(layers, layers if resident is None else resident)
         streamed = [i for i in range(layers) if i not in self.resident]
         self.device_buffers = {i: torch.empty(size, dtype=torch.uint8, device=device) for i in sorted(self.resident)}
         self.memory = memory or HostMemory(pin=device.type == "cuda")
         self.host_buffers: dict[int, Tensor] = {}
+        far = [streamed[n] for n in sorted(spread(len(streamed), min(on_disk, len(streamed))))] if on_disk else []
+        self.disk = DiskBlocks(far, size, memory=self.memory, folder=folder) if far else None
         self.ring = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(slots, len(streamed)))]
         self.home = {i: number % len(self.ring) for number, i in enumerate(streamed)}
         self.order = [*streamed, *reversed(streamed)]
@@ -44,6 +52,7 @@ class BlockStore:
         self.free: list[torch.cuda.Event | None] = [None] * len(self.ring)
         self.current: int | None = None
         self.uploaded = 0
+        self.after_upload: Callable[[], None] | None = None  # what a measurement does behind each copy, on its stream
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and streamed else None
 
     @property
@@ -57,7 +66,7 @@ class BlockStore:
         if index in self.resident:
             return self.device_buffers[index]
         if index not in self.host_buffers:
-            self.host_buffers[index] = self.memory.take(self.size)
+            self.host_buffers[index] = self.disk.place(index) if self.disk is not None and index in self.disk else self.memory.take(self.size)
         return self.host_buffers[index]
 
     def at(self, index: int) -> Tensor:
@@ -98,6 +107,9 @@ class BlockStore:
 
     def _fetch_ahead(self) -> None:
         """Start the uploads of the next blocks in order, as many as there are buffers; what is there is not sent again."""
+        if self.disk is not None:
+            coming = (self.order[(self.position + offset) % len(self.order)] for offset in range(len(self.order)))
+            self.disk.ask(index for index in coming if self.holds[self.home[index]] != index)
         wanted: list[int] = []
         for offset in range(len(self.order)):
             index = self.order[(self.position + offset) % len(self.order)]
@@ -112,13 +124,21 @@ class BlockStore:
             self.holds[slot] = index
             self.uploaded += self.size
             if self.stream is None:
-                self.ring[slot].copy_(self.host_buffers[index])
+                self._copy(slot, index)
                 continue
             with torch.cuda.stream(self.stream):
                 if self.free[slot] is not None:
                     self.stream.wait_event(self.free[slot])
-                self.ring[slot].copy_(self.host_buffers[index], non_blocking=True)
+                self._copy(slot, index)
                 self.ready[slot] = self.stream.record_event()
+                if self.disk is not None:
+                    self.disk.sending(index, self.ready[slot])
+
+    def _copy(self, slot: int, index: int) -> None:
+        near = self.disk.take(index) if self.disk is not None and index in self.disk else self.host_buffers[index]
+        self.ring[slot].copy_(near, non_blocking=True)
+        if self.after_upload is not None:
+            self.after_upload()
 
     # -- CUDA graphs: uploads are recorded with the pass that needs them --
     def begin_recording(self) -> list[int | None]:

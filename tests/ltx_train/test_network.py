@@ -35,12 +35,35 @@ def test_streamed_weights_are_the_loaded_ones():
 @pytest.mark.parametrize(("fields", "kinds", "name"), [
     ({"stream_blocks": 4}, {"frozen": False}, "Full fine-tuning"), ({"offload_activations": "on"}, {"frozen": False}, "Full fine-tuning"),
     ({"accumulate_together": 2}, {"own_layers": False}, "adapter kinds"), ({"accumulate_together": 2}, {"dropout": True}, "no dropout"),
-    ({"accumulate_together": 2, "cuda_graphs": "on"}, {}, "cuda_graphs: off"),
+    ({"accumulate_together": 2, "cuda_graphs": "on"}, {}, "cuda_graphs: off"), ({"blocks_on_disk": 2, "cuda_graphs": "on"}, {}, "blocks_on_disk"),
     ({"stream_blocks": 4}, {"own_layers": False}, "stream_blocks"), ({"float8_products": True, "quantization": "fp8"}, {"own_layers": False}, "float8_products"),
 ])  # fmt: skip
 def test_what_cannot_go_together_is_refused_before_loading(fields, kinds, name):
     with pytest.raises(ConfigError, match=name):
         load_network(None, AccelerationSection(**fields), CPU, streams=("video",), live=LIVE, **kinds)
+
+
+def test_a_block_is_moved_away_before_the_next_one_is_read(monkeypatch, tmp_path):
+    """Loading holds one block beside those that are at rest, also where they rest on the disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = []
+    original = BlockEngine.take
+
+    def take(self, index, block):
+        loaded = [all(not p.is_meta for p in b.parameters()) for b in self.transformer.transformer_blocks]
+        seen.append((index, sum(loaded)))
+        original(self, index, block)
+
+    monkeypatch.setattr(BlockEngine, "take", take)
+    opened = Checkpoint.open(DATA / "ltx2.3.checkpoint.safetensors")
+    layers = opened.transformer.num_layers
+    plain = load_transformer(opened, dtype=torch.float32, device="cpu").state_dict()
+    section = AccelerationSection(mixed_precision_mode="no", stream_blocks=layers, blocks_on_disk=layers)
+    model = load_network(opened, section, CPU, streams=("video", "audio"), live=LIVE)
+    assert seen == [(n, n + 1) for n in range(layers)]
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    model.block_runner.close()
 
 
 def test_fp8_products_need_fp8_weights_and_a_card_that_has_them():

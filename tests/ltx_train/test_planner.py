@@ -127,11 +127,21 @@ def test_a_run_is_lowered_by_its_last_plan(tmp_path):
 def test_micro_steps_go_together_where_the_link_binds():
     """512x512x25 streamed: four micro-steps share an upload, about half the time (performance.md, section 7: 0.56 to 0.27 s a sample)."""
     small = replace(work("512x512x25"), accumulation=4)
-    section = AccelerationSection(quantization="int8", stream_blocks=48)
-    together, apart = (make_plan(small, named_machine(12), section.model_copy(update={"accumulate_together": n})).cost for n in ("auto", 1))
+    section, card = AccelerationSection(quantization="int8", stream_blocks=48), replace(named_machine(141), device=12e9)
+    together, apart = (make_plan(small, card, section.model_copy(update={"accumulate_together": n})).cost for n in ("auto", 1))
     assert together.seconds < 0.6 * apart.seconds and apart.upload_bound
-    plan = make_plan(small, named_machine(12), section)
+    plan = make_plan(small, card, section)
     assert plan.fit.together == plan.section.accumulate_together == 4 and "4 micro-steps together" in plan.why
     assert cost(small, replace(plan.fit, together=4), H200).device > cost(small, replace(plan.fit, together=1), H200).device, "their block inputs all wait"
-    assert make_plan(small, named_machine(12), section.model_copy(update={"cuda_graphs": "on"})).fit.together == 1
+    assert make_plan(small, card, section.model_copy(update={"cuda_graphs": "on"})).fit.together == 1
     assert make_plan(work(), named_machine(141), AccelerationSection(quantization="int8")).fit.together == 1
+
+
+def test_blocks_go_to_the_disk_only_where_ram_is_short():
+    section = AccelerationSection(quantization="int8")
+    roomy, short = (make_plan(work("512x512x25"), named_machine(12, ram), section) for ram in (64, 12))
+    assert roomy.fit.on_disk == roomy.section.blocks_on_disk == 0
+    assert 0 < short.fit.on_disk <= short.fit.streamed and short.section.blocks_on_disk == short.fit.on_disk and short.cost.host <= 12e9
+    assert "on the disk" in short.why and short.cost.seconds >= roomy.cost.seconds
+    with pytest.raises(ConfigError, match="does not fit"):
+        make_plan(work("512x512x25"), named_machine(12, 12), section.model_copy(update={"blocks_on_disk": 0}))

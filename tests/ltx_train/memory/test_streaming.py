@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ltx_train.errors import ConfigError
 from ltx_train.geometry import AudioGrid, VideoGrid
 from ltx_train.lora.adapters import LoraSection, attach
 from ltx_train.memory.engine import BlockEngine, EngineSettings
+from ltx_train.memory.pinned import HostMemory
 from ltx_train.memory.quantization import QUANTIZERS, quantize_linears
 from ltx_train.memory.streaming import BlockStore, spread
 from ltx_train.models.families import TransformerConfig
@@ -249,3 +251,50 @@ def test_a_single_pass_after_several_is_as_before():
     for p in parameters:
         p.grad = None
     assert_same(first, trained(model, parameters), rtol=0)
+
+
+class TestDisk:
+    """Blocks that rest in a file: the same bytes, read ahead, one file that goes with the store."""
+
+    def store(self, tmp_path, on_disk=4, layers=6):
+        store = BlockStore(layers, 4096, CPU, resident=0, slots=2, on_disk=on_disk, folder=tmp_path)
+        for index in range(layers):
+            store.rest(index).fill_(index + 1)
+        return store
+
+    def test_the_bytes_come_back_in_any_order(self, tmp_path):
+        store = self.store(tmp_path)
+        for index in [*range(6), *reversed(range(6)), *range(6), 3, 0, 5, 1]:
+            assert bool((store.enter(index) == index + 1).all()), index
+        assert store.disk.read >= 4 * 4096
+        assert [f.stat().st_size for f in tmp_path.iterdir()] == [4 * 4096]
+        store.disk.close()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_host_memory_holds_a_few_of_them_only(self, tmp_path):
+        memory = HostMemory(pin=False)
+        store = BlockStore(12, 4096, CPU, resident=0, slots=2, on_disk=12, memory=memory, folder=tmp_path)
+        for index in range(12):
+            store.rest(index).fill_(index)
+        assert memory.size == 4 * 4096
+        store.disk.close()
+
+    def test_they_are_read_before_their_turn(self, tmp_path):
+        store = self.store(tmp_path, on_disk=6)
+        store.enter(0)
+        for slot in store.disk.slots:
+            slot.reading.result()
+        assert {slot.index for slot in store.disk.slots} >= {2, 3}, "beyond those that the ring holds"
+        store.disk.close()
+
+    def test_a_full_disk_is_told_before_anything_is_loaded(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 100})())
+        with pytest.raises(ConfigError, match="4 blocks on the disk need"):
+            self.store(tmp_path)
+
+    def test_training_from_the_disk(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        expected, found, engine, _, _ = both(EngineSettings(streamed=3, slots=2, on_disk=2), "int8")
+        assert_same(expected, found)
+        assert engine.store.disk.read > 0
+        engine.close()
