@@ -7,17 +7,20 @@ from safetensors.torch import load_file
 from ltx_train.cli.training import with_processes
 from ltx_train.run_setup import launch_job, open_training
 from ltx_train.runs.events import StatisticsEvent
-from tests.end_to_end.corridor import Done
+from tests.end_to_end.corridor import Done, train
 
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 
 
-def launch(home, out, accumulation, accelerate=None, processes=None):
-    config = home.config(
+def job(home, out, accumulation):
+    return home.config(
         out, acceleration={"device": "auto" if DEVICE == "cuda" else "cpu", "allow_tf32": False, "compile": "off"},
         optimization={"steps": 4, "batch_size": 1, "gradient_accumulation_steps": accumulation, "optimizer_params": {"eps": 1e-4}},
     )  # fmt: skip
-    return launch_job(open_training(with_processes(config, accelerate, processes)))
+
+
+def launch(home, out, accumulation, accelerate=None, processes=None):
+    return launch_job(open_training(with_processes(job(home, out, accumulation), accelerate, processes)))
 
 
 def finished(child):
@@ -26,8 +29,9 @@ def finished(child):
 
 
 def test_two_launched_processes_equal_one(home, tmp_path):
-    children = [launch(home, tmp_path / "one", 2), launch(home, tmp_path / "two", 1, "fsdp", 2)]
-    one, two = map(finished, children)
+    child = launch(home, tmp_path / "two", 1, "fsdp", 2)
+    one = train(job(home, tmp_path / "one", 2))
+    two = finished(child)
     assert two.losses == pytest.approx(one.losses, rel=1e-5 if DEVICE == "cpu" else 1e-3)
     assert two.events(StatisticsEvent)[0].processes == 2
     first, second = load_file(one.lora), load_file(two.lora)
