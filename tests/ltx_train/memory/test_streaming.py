@@ -210,10 +210,11 @@ TOGETHER = {
 def test_micro_batches_that_go_through_each_block_together(case):
     """The gradients are those of one after another; each block comes once forward and once back for all of them."""
     settings, quantization = TOGETHER[case]
-    batches = [modalities(), modalities(frames=4, steps=9), modalities(frames=1, steps=3)]
+    sound = not settings.compile  # a block of both streams takes three times as long to trace
+    batches = [(v, a if sound else None) for v, a in (modalities(), modalities(frames=4, steps=9), modalities(frames=1, steps=3))]
     expected, uploads, found = {}, {}, {}
     for together in (False, True):
-        model = network(quantization)
+        model = network(quantization, audio=sound)
         engine = engaged(model, settings)
         parameters = adapt(model)
         for _ in range(2):  # the first step fills the ring
@@ -221,7 +222,7 @@ def test_micro_batches_that_go_through_each_block_together(case):
             for p in parameters:
                 p.grad = None
             passes = [model(*b) for b in batches] if not together else model.compute_together([(*b, None) for b in batches])
-            losses = [v.square().sum() + a.square().sum() for v, a in passes]
+            losses = [sum(x.square().sum() for x in pair if x is not None) for pair in passes]
             if together:
                 sum(losses).backward()
             uploads[together] = engine.store.uploaded - before
@@ -230,8 +231,7 @@ def test_micro_batches_that_go_through_each_block_together(case):
                     p.grad = None
                 before = engine.store.uploaded
                 for b in batches:
-                    v, a = model(*b)
-                    (v.square().sum() + a.square().sum()).backward()
+                    sum(x.square().sum() for x in model(*b) if x is not None).backward()
                 uploads[together] = engine.store.uploaded - before
         found[together] = [p.grad.clone() for p in parameters]
         expected[together] = [v.detach() for v, _ in passes]
