@@ -1,5 +1,5 @@
 // Writes example_workflows/ (graph and picture) and their API twins, by building each graph in a real ComfyUI's browser page.
-// usage: node make_examples.mjs '{"url", "examples", "twins", "playwright", "chromium"}'
+// usage: node make_examples.mjs '{"url", "examples", "twins", "playwright", "chromium", "only"}' (only: a part of the titles to make)
 
 import { mkdirSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -35,6 +35,7 @@ const EXAMPLES = [
   { title: "LTX-2.3 - 3 Control IC-LoRA", line: "LTX-2.3", mode: "v2v", dataset: { ...common, reference_video: "input/my_references" }, train: { run_name: "my_control", rank: 32, steps: 3000, learning_rate: 2e-4 }, preview: "", about: "A reference clip (depth, pose, edges, or any other version of the clip) steers the result. Each reference has the name of its clip and lies in the folder named under reference_video." },
   { title: "LTX-2.3 - 4 Sound LoRA", line: "LTX-2.3", mode: "t2a", dataset: { ...common, buckets: "auto" }, train: { run_name: "my_sound", rank: 32, steps: 3000, learning_rate: 2e-4 }, preview: "footsteps on gravel, a door creaks", sound: true, about: "Sound from text: only the sound stream's weights are loaded. The dataset may be sound files or clips with sound." },
   { title: "LTX-2.3 - 5 Extend and Inpaint LoRA", line: "LTX-2.3", mode: "inpaint_random", dataset: { ...common }, train: { run_name: "my_inpaint", rank: 32, steps: 2000 }, preview: "", modeSettings: true, about: "A new box to fill is drawn in each clip, and in the mode settings a beginning of random length may be given as well: the LoRA learns to fill and to go on." },
+  { title: "LTX-2.3 - 6 Preview between Parts", line: "LTX-2.3", mode: "t2v_audio", dataset: { ...common, trigger: "ohwx person" }, train: { run_name: "my_character_parts", rank: 32, steps: 2000, steps_this_run: 250 }, preview: "", sampled: "ohwx person smiles and waves at the camera, rain on the window", about: "Trains 250 steps each time it is queued, then samples with ComfyUI's own nodes and the LoRA of that step: set the number beside **Run** to 8, and each run adds one clip. In between the trainer waits in host memory with the GPU free; the next part goes on within seconds. Both need host memory for the model at the same time." },
   { title: "LTX-2.5 - 1 Character LoRA", line: "LTX-2.5", mode: "i2v_audio", dataset: { ...common, trigger: "ohwx person" }, train: { run_name: "my_character_25", rank: 32, steps: 2000 }, preview: "ohwx person smiles and waves at the camera, rain on the window", about: "As the first example, with the split files of LTX-2.5: transformer, text encoder and both VAEs are found in their folders (auto)." },
   { title: "LTX-2 - 1 Character LoRA", line: "LTX-2", mode: "i2v_audio", dataset: { ...common, trigger: "ohwx person" }, train: { run_name: "my_character_2", rank: 32, steps: 2000 }, preview: "ohwx person smiles and waves at the camera, rain on the window", about: "As the first example, with LTX-2 19B." },
   { title: "LTX-Video - 1 Character LoRA", line: "LTX-Video", mode: "i2v", dataset: { ...common, trigger: "ohwx person" }, train: { run_name: "my_character_v", rank: 32, steps: 1500 }, preview: "ohwx person smiles and waves at the camera", about: "LTX-Video 2B makes video without sound and trains on small cards." },
@@ -58,11 +59,73 @@ function spec(one) {
     nodes.preview = { type: "LTXTrainValidationSettings", pos: [430, 390], size: [380, 560], widgets: { interval: 250, frames: one.frames ?? 49, width: 768, height: 512, ...(one.sound ? { generate_video: false } : {}) } };
     links.push(["preview", "validation", "train", "validation"]);
   }
+  if (one.sampled) addSampling(one, nodes, links);
   if (one.modeSettings) {
     nodes.mode = { type: "LTXTrainModeSettings", pos: [430, 390], size: [380, 300], widgets: { base: one.mode, video_conditions: "{type: random_mask}\n{type: prefix, temporal_boundary: 1, temporal_boundary_max: 4, probability: 0.5}" } };
     links.push(["mode", "mode_settings", "train", "mode_settings"]);
   }
   return { nodes, links };
+}
+
+// ComfyUI's own nodes: sample with the LoRA that the train node hands on
+function addSampling(one, nodes, links) {
+  const [checkpoint, encoder] = MODELS[one.line];
+  const column = (x, made) => {
+    let y = 0;
+    for (const [key, type, height, widgets, models] of made) {
+      nodes[key] = { type, pos: [x, y], size: [340, height], widgets, models };
+      y += height + 60;
+    }
+  };
+  column(1370, [
+    ["checkpoint", "CheckpointLoaderSimple", 100, { ckpt_name: checkpoint.name }, [checkpoint]],
+    ["lora", "LoraLoaderModelOnly", 90, {}],
+    ["clip", "LTXAVTextEncoderLoader", 110, { text_encoder: encoder.name, ckpt_name: checkpoint.name }, [encoder, checkpoint]],
+    ["prompt", "CLIPTextEncode", 130, { text: one.sampled }],
+    ["nothing", "ConditioningZeroOut", 40],
+    ["conditioning", "LTXVConditioning", 80, { frame_rate: 24 }],
+  ]);
+  column(1760, [
+    ["latent", "EmptyLTXVLatentVideo", 130, { width: 768, height: 512, length: 49 }],
+    ["audio_vae", "LTXVAudioVAELoader", 60, { ckpt_name: checkpoint.name }, [checkpoint]],
+    ["silence", "LTXVEmptyLatentAudio", 130, { frames_number: 49, frame_rate: 24 }],
+    ["both", "LTXVConcatAVLatent", 60],
+    ["sigmas", "LTXVScheduler", 170, { steps: 20 }],
+    ["sampler", "KSamplerSelect", 60, { sampler_name: "euler" }],
+  ]);
+  column(2150, [
+    ["sample", "SamplerCustom", 270, { noise_seed: 42, control_after_generate: "fixed", cfg: 3 }],
+    ["split", "LTXVSeparateAVLatent", 60],
+    ["pictures", "VAEDecode", 60],
+    ["sound", "LTXVAudioVAEDecode", 60],
+    ["video", "CreateVideo", 110, { fps: 24 }],
+    ["save", "SaveVideo", 110, { filename_prefix: `${one.train.run_name}/part` }],
+  ]);
+  const slot = (from, to, input) => links.push([...from.split("."), to, input]);
+  slot("checkpoint.MODEL", "lora", "model");
+  slot("train.lora_name", "lora", "lora_name");
+  slot("clip.CLIP", "prompt", "clip");
+  slot("prompt.CONDITIONING", "nothing", "conditioning");
+  slot("prompt.CONDITIONING", "conditioning", "positive");
+  slot("nothing.CONDITIONING", "conditioning", "negative");
+  slot("audio_vae.Audio VAE", "silence", "audio_vae");
+  slot("latent.LATENT", "both", "video_latent");
+  slot("silence.Latent", "both", "audio_latent");
+  slot("both.latent", "sigmas", "latent");
+  slot("lora.MODEL", "sample", "model");
+  slot("conditioning.positive", "sample", "positive");
+  slot("conditioning.negative", "sample", "negative");
+  slot("sampler.SAMPLER", "sample", "sampler");
+  slot("sigmas.SIGMAS", "sample", "sigmas");
+  slot("both.latent", "sample", "latent_image");
+  slot("sample.output", "split", "av_latent");
+  slot("split.video_latent", "pictures", "samples");
+  slot("checkpoint.VAE", "pictures", "vae");
+  slot("split.audio_latent", "sound", "samples");
+  slot("audio_vae.Audio VAE", "sound", "audio_vae");
+  slot("pictures.IMAGE", "video", "images");
+  slot("sound.Audio", "video", "audio");
+  slot("video.VIDEO", "save", "video");
 }
 
 const { chromium } = createRequire(import.meta.url)(options.playwright);
@@ -75,7 +138,7 @@ await page.keyboard.press("Escape");
 await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.Minimap.Visible", false));
 mkdirSync(options.twins, { recursive: true });
 
-for (const one of EXAMPLES) {
+for (const one of EXAMPLES.filter((e) => e.title.includes(options.only ?? ""))) {
   const made = await page.evaluate(async ({ nodes, links }) => {
     const { app, LiteGraph } = window;
     app.graph.clear();

@@ -25,6 +25,13 @@ def small(path, run_name):
     if dataset["reference_video"]:
         dataset["reference_video"] = "input/drawn clips"
     of["LTXTrainLoRA"] |= {"run_name": run_name, "steps": 2, "rank": 4, "validation_prompt": ""}
+    if "SamplerCustom" in of:  # ComfyUI's own nodes sample with the LoRA
+        for kind in ("CheckpointLoaderSimple", "LTXAVTextEncoderLoader", "LTXVAudioVAELoader"):
+            of[kind]["ckpt_name"] = MODELS[LINES[line]]
+        of["LTXAVTextEncoderLoader"]["text_encoder"] = "gemma_3_tiny.safetensors"
+        of["EmptyLTXVLatentVideo"] |= {"width": 64, "height": 64, "length": 17}
+        of["LTXVEmptyLatentAudio"]["frames_number"] = 17
+        of["LTXVScheduler"]["steps"] = 2
     return prompt
 
 
