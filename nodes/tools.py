@@ -149,7 +149,8 @@ class LTXTrainCaption(_ToolNode):
             "can edit. What a person wrote stays.", ["caption", "describe", "qwen omni"], inputs)  # fmt: skip
 
     @classmethod
-    def validate_inputs(cls, dataset: str | None = None, path: str | None = "") -> bool | str:
+    def validate_inputs(cls, dataset: str | None = None, path: str | None = "", captioner: Any = None) -> bool | str:
+        """ComfyUI gives what a choice brings along, asked or not."""
         return place_is_there(dataset, path, "dataset")
 
     @classmethod
@@ -184,7 +185,8 @@ class LTXTrainMakeReferences(_ToolNode):
             "dataset file that pairs them. Your clips are only read.", ["ic-lora", "control", "canny", "depth"], inputs)  # fmt: skip
 
     @classmethod
-    def validate_inputs(cls, dataset: str | None = None, path: str | None = "") -> bool | str:
+    def validate_inputs(cls, dataset: str | None = None, path: str | None = "", control: Any = None) -> bool | str:
+        """ComfyUI gives what a choice brings along, asked or not."""
         return place_is_there(dataset, path, "dataset")
 
     @classmethod

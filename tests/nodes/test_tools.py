@@ -137,6 +137,8 @@ def test_a_path_through_a_link_is_told_later(pack, clips):
     for node in ("LTXTrainCaption", "LTXTrainMakeReferences", "LTXTrainDataset"):
         assert pack.nodes[node].validate_inputs("(type a path below)", None) is True
         assert "no dataset" in pack.nodes[node].validate_inputs("input/none")
+    for node, choice in (("LTXTrainCaption", "captioner"), ("LTXTrainMakeReferences", "control")):
+        assert pack.nodes[node].validate_inputs("input/clips", **{choice: {choice: "x"}}) is True, "ComfyUI passes these on its own"
         assert pack.nodes[node].fingerprint_inputs("input/clips", None)
 
 
