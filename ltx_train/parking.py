@@ -183,6 +183,8 @@ class Lot:
         while self.parked:
             self.parked[-1].give_back()
             self.parked.pop()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # before another stream uploads into what has just been filled
 
     def rest(self) -> int:
         """Bytes of tensors that are still on the device."""

@@ -22,8 +22,9 @@ from ltx_train.room import Parked
 from ltx_train.run_setup import find_run, launch_job, open_training, same_job
 from ltx_train.runs.command import TOKEN_VARIABLE
 from ltx_train.runs.events import JobEvent, LoraEvent, PhaseEvent, SnapshotEvent, StateEvent
+from ltx_train.runs.exits import OUT_OF_MEMORY
 from ltx_train.runs.lock import ProcessId
-from ltx_train.runs.run_dir import RunDir
+from ltx_train.runs.run_dir import RunDir, Status
 from tests.end_to_end.corridor import FORKS, Done, _work, finish, fork, same, train
 from tests.end_to_end.test_resume import settings
 
@@ -124,8 +125,9 @@ def test_streamed_quantised_and_compiled_blocks_come_back(home, tmp_path, moved,
     if "compile" in memory:  # without a card it has no use, but works
         chosen = network.engine_settings
         monkeypatch.setattr(network, "engine_settings", lambda *args, **more: replace(chosen(*args, **more), compile=True, backend="eager"))
-    whole = train(home.config(tmp_path / "whole", optimization={"steps": 3}, acceleration=memory))
-    done = train(home.config(tmp_path / "parts", optimization={"steps": 3}, acceleration=memory), lambda live: in_parts(live, (1, 2)))
+    job = {"optimization": {"steps": 2}, "acceleration": memory, "training_strategy": {"name": "flexible", "video": {"is_generated": True}}}
+    whole = train(home.config(tmp_path / "whole", **job))
+    done = train(home.config(tmp_path / "parts", **job), lambda live: in_parts(live, (1, 1)))
     assert len(moved) == 1 and same(whole.snapshot, done.snapshot) and whole.losses == done.losses
     engine = moved[0].parts.step.transformer.block_runner
     assert engine.settings.compile == ("compile" in memory) and engine.store.streams == ("stream_blocks" in memory)
@@ -144,20 +146,19 @@ def test_shared_buffers_are_known_wherever_they_stand():
 
 
 def test_killed_while_parked(home, tmp_path, straight):
-    """kill -9 in the pause, twice: the next start goes on from the part's snapshot."""
-    whole = straight("adamw")
-    config = settings(home, tmp_path / "killed", "adamw", interval=None)
+    """kill -9 in the pause: the next start goes on from the part's snapshot."""
+    whole = straight("prodigy")
+    config = settings(home, tmp_path / "killed", "prodigy", interval=None)
     run = RunDir(tmp_path / "killed")
-    for end in (2, 4):
-        asked(run, 2)
-        (child,) = fork(config)
-        until_parked(run, end)
-        child.kill()
-        child.join()
-        assert run.status().state == "lost"
+    asked(run, 3)
+    (child,) = fork(config)
+    until_parked(run, 3)
+    child.kill()
+    child.join()
+    assert run.status().state == "lost"
     done = finish(fork(config), config)
     assert same(whole.snapshot, done.snapshot) and whole.losses == done.losses and whole.lora.read_bytes() == done.lora.read_bytes()
-    assert len(done.events(JobEvent)) == 3
+    assert len(done.events(JobEvent)) == 2 and [e.step for e in done.events(SnapshotEvent)] == [3, 6]
 
 
 def test_a_parked_run_is_stopped_from_outside(home, tmp_path):
@@ -210,7 +211,7 @@ def test_the_program_it_trains_for_dies(home, tmp_path):
 
 def test_two_ranks_park_together(home, tmp_path, straight):
     def config(name):
-        return home.config(tmp_path / name, optimization={"steps": 3, "batch_size": 1})
+        return home.config(tmp_path / name, optimization={"steps": 2, "batch_size": 1})
 
     whole = finish(fork(config("whole"), 2), config("whole"))
     run = RunDir(tmp_path / "parts")
@@ -266,6 +267,17 @@ def test_the_launcher_has_a_parked_child_go_on(home, tmp_path, monkeypatch, caps
     assert last.pid != pid and last.wait(120).ok and last.run.read_status().step == 7
     done = Done(child.run)
     assert len(done.losses) == 7 and len(done.events(JobEvent)) == 2
+
+
+def test_a_part_that_runs_out_of_memory_ends_where_it_was_to_end(tmp_path, monkeypatch):
+    """The start with less memory gets the same end of the part, wherever its snapshot lies."""
+    run = RunDir.create(tmp_path / "run")
+    run.write_status(Status(state="failed", step=7, part=9, exit_code=OUT_OF_MEMORY))
+    child, started = launch.Child(run, launch.Launch(lower_plan=lambda run, notch: "less", steps_this_run=4)), []
+    monkeypatch.setattr(launch, "start", lambda path, **given: started.append(given["launch"]) or child)
+    assert child._start_lower()
+    started[0].ask(run)
+    assert Asked.read(run.take_request("go_on")).end(6, 20) == 9
 
 
 def test_what_a_control_file_may_say():
