@@ -48,15 +48,31 @@ class Saves:
         if not self.weights_finite():
             self.rollback()
         final = reason == "end"
-        if self.live.is_main or self.parts.trainable.sharded:
-            if self.saved_at != step and self.config.checkpoints.save_training_state != "off":
-                self.save_snapshot(step, mean, reason)
-            if step > 0 and (final or self.lora_at != step):
+        takes_part = self.live.is_main or self.parts.trainable.sharded
+        if self.saved_at != step and self.config.checkpoints.save_training_state != "off":
+            with self.together():
+                self.save_snapshot(step, mean, reason) if takes_part else None
+        with self.together():
+            if takes_part and step > 0 and (final or self.lora_at != step):
                 self.save_weights(step, final)
-        if self.live.is_main:
-            retain(self.live.dir.path, self.config.checkpoints.keep_last_n, weights=True)
+            if self.live.is_main:
+                retain(self.live.dir.path, self.config.checkpoints.keep_last_n, weights=True)
         self.saved_at = self.lora_at = step
-        self.parallel.barrier()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks leave it at the same time. Where one could not write (a full disk), every rank ends with its error instead of waiting for it."""
+        failure: LtxTrainError | OSError | None = None
+        try:
+            yield
+        except (LtxTrainError, OSError) as error:
+            failure = error
+        told = self.parallel.gather(None if failure is None else (getattr(failure, "code", "run.save"), getattr(failure, "message", str(failure)), getattr(failure, "hint", "")))
+        if failure is not None:
+            raise failure
+        for rank, said in enumerate(told):
+            if said is not None:
+                raise RunError(said[0], said[1], f"On rank {rank}. {said[2]}")
 
     def save_snapshot(self, step: int, mean: RunningMean, reason: str) -> None:
         tensors: dict[str, dict[str, Tensor]] = {"weights": self.parts.trainable.state_dict()}
@@ -77,7 +93,8 @@ class Saves:
         if not self.live.is_main:
             self.parts.trainable.take_part(tensors)
             return
-        path = save_snapshot(snapshot_path(self.live.dir.path, step), tensors, state)
+        with self.parts.trainable.writing(tensors) as groups:
+            path = save_snapshot(snapshot_path(self.live.dir.path, step), groups, state)
         size = sum(f.stat().st_size for f in path.iterdir())
         self.live.emit(SnapshotEvent(step=step, path=f"checkpoints/{path.name}", size=size, reason=reason))
 

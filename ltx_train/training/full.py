@@ -93,7 +93,8 @@ class FullWeights(Trainable):
         """
         self.check_finite()
         tensors = self.entries()
-        save_tensors(path, tensors, self._metadata(step), f"the model {path.name}")
+        with self.writing({"model": tensors}) as groups:
+            save_tensors(path, groups["model"], self._metadata(step), f"the model {path.name}")
         written = {n for n in SafetensorsFile.open(path).spans}
         assert written == set(tensors)
         return len(self.masters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,23 @@ class ShardedWeights(FullWeights):
     def _owner(self, group: str, name: str) -> str:
         """The parameter that a tensor of a group belongs to: an optimizer's are numbered."""
         return self.names[int(name.partition(".")[0])] if group == "optimizer" else name
+
+    @contextmanager
+    def writing(self, groups: Groups) -> Iterator[Groups]:
+        """Every rank gathers every tensor in the order of writing. Where rank 0 cannot write on (a full disk), it gathers the rest all
+        the same: the others would wait for it for ever."""
+        ahead = {(group, name): tensors[name] for group, tensors in groups.items() for name in writing_order(tensors) if isinstance(tensors[name], Lazy)}
+
+        def counted(group: str, name: str) -> Tensor | Lazy:
+            lazy = groups[group][name]
+            return Lazy(lazy.shape, lazy.dtype, lambda: ahead.pop((group, name)).make()) if isinstance(lazy, Lazy) else lazy
+
+        try:
+            yield {group: {name: counted(group, name) for name in tensors} for group, tensors in groups.items()}
+        except (LtxTrainError, OSError):
+            for lazy in ahead.values():
+                lazy.make()
+            raise
 
     def take_part(self, groups: Groups) -> None:
         for tensors in groups.values():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,11 @@ class Trainable:
     def whole(self, groups: Groups, state: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
         """What a snapshot holds: the groups and the JSON state with whole tensors, made one at a time when they are written."""
         return groups, state
+
+    @contextmanager
+    def writing(self, groups: Groups) -> Iterator[Groups]:
+        """On the rank that writes: ``groups`` to be written inside. When that fails, the other ranks' part is still taken to its end."""
+        yield groups
 
     def take_part(self, groups: Groups) -> None:
         """On the ranks that write nothing: give their parts while rank 0 writes ``groups``."""
