@@ -42,8 +42,8 @@ class CompiledBlock:
 
 
 def _any_length(tensor: Tensor | None) -> None:
-    """Tell the compiler that axis 1, the tokens, may have any length. A single token stays what it is."""
-    if tensor is not None and tensor.ndim > 1 and tensor.shape[1] > 1:
+    """Tell the compiler that axis 1, the tokens, may have any length. A single token stays what it is; once a tensor is enough."""
+    if tensor is not None and tensor.ndim > 1 and tensor.shape[1] > 1 and 1 not in getattr(tensor, "_dynamo_dynamic_indices", ()):
         torch._dynamo.mark_dynamic(tensor, 1)
 
 

@@ -58,6 +58,7 @@ class BlockEngine:
         self.loras: list[BlockLoras] = []
         self.gradient: Tensor | None = None
         self.passes, self.turn, self._at = 1, 0, -1
+        self._linears: list[Linear] = []
         self._adapted: tuple[nn.Module | None, ...] | None = None
         self._expanded: int | None = None
         self._expand = torch.compile(expand_groups, dynamic=False) if settings.compile and settings.backend == "inductor" else expand_groups
@@ -163,7 +164,9 @@ class BlockEngine:
     def _group_layers(self) -> None:
         """Join layers and their LoRAs into common products; again whenever adapters were put on or exchanged."""
         blocks = self.transformer.transformer_blocks
-        adapted = tuple(layer.lora for block in blocks for layer in block.modules() if isinstance(layer, Linear))
+        if not self._linears:  # looked for once: a walk through all modules takes longer than launching a block
+            self._linears = [layer for block in blocks for layer in block.modules() if isinstance(layer, Linear)]
+        adapted = tuple(layer.lora for layer in self._linears)
         if self._adapted is not None and all(a is b for a, b in zip(self._adapted, adapted)):
             return
         self._adapted = adapted
