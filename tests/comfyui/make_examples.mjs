@@ -131,14 +131,21 @@ function addSampling(one, nodes, links) {
 const { chromium } = createRequire(import.meta.url)(options.playwright);
 const browser = await chromium.launch({ executablePath: options.chromium, args: ["--no-sandbox", "--disable-gpu", "--disable-background-networking"] });
 const page = await browser.newPage({ viewport: { width: 1500, height: 900 } });
-await page.goto(options.url, { waitUntil: "domcontentloaded" });
-await page.waitForFunction(() => window.app?.graph && window.app?.extensionManager && document.querySelector("canvas"), null, { timeout: 120000 });
-await page.waitForTimeout(2000);
-await page.keyboard.press("Escape");
+
+/** A fresh page: in one that has built a graph, new nodes of the same id begin with the old ones' values. */
+async function open() {
+  await page.goto(options.url, { waitUntil: "domcontentloaded" });
+  await page.waitForFunction(() => window.app?.graph && window.app?.extensionManager && document.querySelector("canvas"), null, { timeout: 120000 });
+  await page.waitForTimeout(2000);
+  await page.keyboard.press("Escape");
+}
+
+await open();
 await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.Minimap.Visible", false));
 mkdirSync(options.twins, { recursive: true });
 
 for (const one of EXAMPLES.filter((e) => e.title.includes(options.only ?? ""))) {
+  await open();
   const made = await page.evaluate(async ({ nodes, links }) => {
     const { app, LiteGraph } = window;
     app.graph.clear();
