@@ -7,18 +7,22 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.comfyui.host import COMFYUI, MODELS, PYTHON
+from tests.comfyui.host import ABSENT, COMFYUI, MODELS, PYTHON
 
 HERE = Path(__file__).parent
 NODES = {
     "LTXTrainLoadModel", "LTXTrainDataset", "LTXTrainPreprocess", "LTXTrainLoRA", "LTXTrainSample", "LTXTrainSaveLoRA", "LTXTrainLoadRun",
     "LTXTrainAdapterSettings", "LTXTrainOptimizerSettings", "LTXTrainObjectiveSettings", "LTXTrainValidationSettings", "LTXTrainMemorySettings",
-    "LTXTrainCheckpointSettings", "LTXTrainModeSettings", "LTXTrainClipSettings", "LTXTrainDistributionSettings",
+    "LTXTrainCheckpointSettings", "LTXTrainModeSettings", "LTXTrainClipSettings", "LTXTrainDistributionSettings", "LTXTrainSplitScenes",
+    "LTXTrainCaption", "LTXTrainMakeReferences", "LTXTrainDecode",
 }  # fmt: skip
 WIDTHS = {"ltx2.3": 48, "ltx2": 16, "ltx2.5": 48, "ltxv-2b": 16}
 
 
-def test_all_nodes_appear(server):
+def test_all_nodes_appear_without_our_packages(server):
+    """This ComfyUI finds none of the packages that only the child needs (see host.py)."""
+    asked = server.run({"1": {"class_type": "LtxTestPackages", "inputs": {"names": " ".join([*ABSENT, "torch"])}}}).good()
+    assert asked.outputs["1"]["found"] == ["torch"]
     found = server.get("/object_info")
     assert {name for name in found if name.startswith("LTXTrain")} == NODES
     assert all(found[name]["category"].startswith("LTX Train") and found[name]["description"] for name in NODES)
@@ -124,6 +128,19 @@ def test_the_childs_real_error_reaches_the_user(server, workflow):
     assert ended.status == "error"
     first = ended.error.splitlines()[0]
     assert "sound" in first and len(first) < 120
+
+
+def test_what_does_not_fit_is_refused_with_what_would(server, workflow):
+    """Everything is left to the planner, within a limit that no setting meets."""
+    prompt = train(server, workflow, "ltx2.3", "too large")
+    prompt["4"]["inputs"]["memory"] = ["6", 0]
+    prompt["6"] = {"class_type": "LTXTrainMemorySettings", "inputs": {"memory_limit_gb": 0.7}}
+    ended = server.run(prompt)
+    assert ended.status == "error"
+    first, *rest = ended.error.splitlines()
+    assert first.startswith("This training does not fit") and len(first) < 120
+    assert "The least it needs so is" in rest[0] and "int8" in rest[0]
+    assert not list(server.run_dir("too large").checkpoints.glob("*")), "refused before anything was trained"
 
 
 def test_wrong_values_are_told_before_anything_runs(server, workflow):

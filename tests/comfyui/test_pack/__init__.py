@@ -1,5 +1,6 @@
 """For tests only, a ComfyUI pack: lets tiny Gemma 3 files load (their sizes are in ComfyUI's code), and gives random conditioning."""
 
+import importlib.util
 import json
 import os
 
@@ -36,4 +37,17 @@ class LtxTestConditioning:
         return ([[features, {"pooled_output": None, **extra}]],)
 
 
-NODE_CLASS_MAPPINGS = {"LtxTestConditioning": LtxTestConditioning}
+class LtxTestPackages:
+    """Which of the packages in a text this ComfyUI finds."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES, OUTPUT_NODE = "test", "look", (), True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"names": ("STRING", {"default": ""})}}
+
+    def look(self, names):
+        return {"ui": {"found": [name for name in names.split() if importlib.util.find_spec(name) is not None]}}
+
+
+NODE_CLASS_MAPPINGS = {"LtxTestConditioning": LtxTestConditioning, "LtxTestPackages": LtxTestPackages}
