@@ -16,7 +16,7 @@ def upload(tensor: Tensor | None, device: torch.device | str, dtype: torch.dtype
     kind = torch.device(device).type
     if tensor.device.type == "cpu" and kind == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()  # torch's host allocator keeps it until the copy is through
-    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=kind != "cpu")  # towards the host it would be read too early
+    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=kind == "cuda")  # elsewhere it is not sure to have arrived when it is read
 
 
 class Reading:

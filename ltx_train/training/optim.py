@@ -49,6 +49,10 @@ class AdamW(Optimizer):
 
     def build(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         fused = all(p.device.type == "cuda" and p.is_floating_point() for p in params)
+        if fused and not any(hasattr(p, "device_mesh") for p in params):  # shards are no plain tensors
+            from .flat_adam import FlatAdamW
+
+            return FlatAdamW(params, lr=lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
         return torch.optim.AdamW(params, lr=lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, amsgrad=self.amsgrad, fused=fused or None)
 
 
