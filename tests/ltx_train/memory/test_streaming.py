@@ -210,36 +210,38 @@ TOGETHER = {
 def test_micro_batches_that_go_through_each_block_together(case):
     """The gradients are those of one after another; each block comes once forward and once back for all of them."""
     settings, quantization = TOGETHER[case]
-    sound = not settings.compile  # a block of both streams takes three times as long to trace
-    batches = [(v, a if sound else None) for v, a in (modalities(), modalities(frames=4, steps=9), modalities(frames=1, steps=3))]
-    expected, uploads, found = {}, {}, {}
-    for together in (False, True):
-        model = network(quantization, audio=sound)
+    audio = not settings.compile  # half the graph to trace
+    batches = [(v, a if audio else None) for v, a in (modalities(), modalities(frames=4, steps=9), modalities(frames=1, steps=3))]
+    loss = lambda outputs: sum(x.square().sum() for x in outputs if x is not None)  # noqa: E731
+
+    def apart(model):
+        found = []
+        for batch in batches:
+            found.append(model(*batch))
+            loss(found[-1]).backward()
+        return found
+
+    def together(model):
+        found = model.compute_together([(*batch, None) for batch in batches])
+        sum(map(loss, found)).backward()
+        return found
+
+    results, uploads = [], []
+    for way in (apart, together):
+        model = network(quantization, audio=audio)
         engine = engaged(model, settings)
         parameters = adapt(model)
         for _ in range(2):  # the first step fills the ring
-            before = engine.store.uploaded
             for p in parameters:
                 p.grad = None
-            passes = [model(*b) for b in batches] if not together else model.compute_together([(*b, None) for b in batches])
-            losses = [sum(x.square().sum() for x in pair if x is not None) for pair in passes]
-            if together:
-                sum(losses).backward()
-            uploads[together] = engine.store.uploaded - before
-            if not together:
-                for p in parameters:
-                    p.grad = None
-                before = engine.store.uploaded
-                for b in batches:
-                    sum(x.square().sum() for x in model(*b) if x is not None).backward()
-                uploads[together] = engine.store.uploaded - before
-        found[together] = [p.grad.clone() for p in parameters]
-        expected[together] = [v.detach() for v, _ in passes]
-    for a, b in zip(expected[False] + found[False], expected[True] + found[True]):
+            before = engine.store.uploaded
+            outputs = way(model)
+        uploads.append(engine.store.uploaded - before)
+        results.append([v.detach() for v, _ in outputs] + [p.grad for p in parameters])
+    for a, b in zip(*results):
         assert (a - b).norm() <= 2e-5 * a.norm() > 0
-    streamed = settings.streamed
-    assert uploads[True] <= 2 * streamed * engine.store.size
-    assert uploads[False] >= 2 * uploads[True], "three micro-batches one after another"
+    assert uploads[1] <= 2 * settings.streamed * engine.store.size
+    assert uploads[0] >= 2 * uploads[1], "three micro-batches one after another"
 
 
 def test_a_single_pass_after_several_is_as_before():
