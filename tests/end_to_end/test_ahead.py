@@ -11,6 +11,7 @@ import torch
 import ltx_train
 from ltx_train import trainer
 from ltx_train.runs.events import StepEvent, WarningEvent
+from ltx_train.training.flat_adam import FlatAdamW
 from ltx_train.training.optim import AdamW
 from tests.end_to_end.corridor import furthest, same, train
 
@@ -28,9 +29,15 @@ ON_THE_HOST = {
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
-    """The fused kernel, which a card has anyway."""
-    build = lambda self, params, lr: torch.optim.AdamW(params, lr=lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True)  # noqa: E731
+    """The optimizer of a card, over the engine's flat tensors; those that were built."""
+    built = []
+
+    def build(self, params, lr):
+        built.append(FlatAdamW(params, lr=lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay))
+        return built[-1]
+
     monkeypatch.setattr(AdamW, "build", build)
+    return built
 
 
 @contextmanager
@@ -58,10 +65,11 @@ def run(home, out, devices, monkeypatch, **sections):
     return train(config, lambda live: nan_at(3))
 
 
-def test_running_ahead_changes_nothing(home, tmp_path, monkeypatch):
+def test_running_ahead_changes_nothing(home, tmp_path, monkeypatch, fused):
     waiting = run(home, tmp_path / "waiting", (), monkeypatch)
     ahead = run(home, tmp_path / "ahead", ("cpu",), monkeypatch)
     assert same(waiting.snapshot, ahead.snapshot)
+    assert all(optimizer.means and optimizer.even for optimizer in fused), "one launch for all"
     told = lambda done, kind, *fields: [tuple(getattr(e, f) for f in fields) for e in done.events(kind)]  # noqa: E731
     fields = ("step", "loss", "loss_average", "video_loss", "audio_loss", "grad_norm", "learning_rate", "epoch", "tokens")
     assert told(waiting, StepEvent, *fields)[1:] == told(ahead, StepEvent, *fields)[1:] and len(ahead.steps) == 5
