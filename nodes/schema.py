@@ -164,10 +164,10 @@ def _text(value: Any) -> str:
 
 
 def values_of(section: type[Section], widgets: Mapping[str, Any], *, prefix: str = "", only: Iterable[str] | None = None) -> dict[str, Any]:
-    """Fields of ``section`` from widget values; a field whose widget is absent (an old workflow) keeps its default."""
+    """Fields of ``section`` from widget values; a field whose widget is absent (an old workflow, or a choice's field: then None) keeps its default."""
     found = {}
     for name, info in fields_of(section, only).items():
-        if prefix + name in widgets:
+        if widgets.get(prefix + name) is not None:
             found[name] = value_of(prefix + name, info, widgets[prefix + name])
     return found
 

@@ -141,3 +141,10 @@ def test_settings_nodes_left_alone_say_what_the_sections_say(pack):
         assert differing == better[node.section], name
         seen.add(node.section)
     assert seen == set(better)
+
+
+def test_a_field_of_a_choice_that_a_prompt_leaves_out_keeps_its_default(pack):
+    """ComfyUI passes None for it."""
+    tools, schema = pack.engine("tools"), pack.schema
+    given = {"captioner": "endpoint", "url": "http://127.0.0.1:9/v1", "pause": None, "fps": None, "thinking": None}
+    assert schema.choice_of("captioner", tools.CAPTIONERS, given) == ("endpoint", {"url": "http://127.0.0.1:9/v1"})
