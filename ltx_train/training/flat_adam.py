@@ -26,6 +26,8 @@ class FlatAdamW(torch.optim.AdamW):
         self.counts: Tensor | None = None
         self._seen: tuple[int, ...] = ()
         self._flat: tuple[Tensor, Tensor] | None = None
+        self._places: list[int] = []  # of the parameters in the flat tensor, now and when the means were laid out
+        self._laid_out: list[int] = []
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -57,13 +59,15 @@ class FlatAdamW(torch.optim.AdamW):
             found = [_one_tensor(self.parameters), _one_tensor([p.grad for p in self.parameters])]
             together = all(found) and found[0][1] == found[1][1]
             self._flat = (found[0][0], found[1][0]) if together else None
+            self._places = found[0][1] if together else []
         return self._flat
 
     def _adopt(self, weights: Tensor) -> None:
         """Running means as views of flat ones, in the order of the weights; what a snapshot or a stay on the host put there is taken in."""
         first = self.state[self.parameters[0]]
-        if self.means and first.get(_MEANS[0]) is self._views[0][0]:
+        if self.means and first.get(_MEANS[0]) is self._views[0][0] and (self._laid_out is self._places or self._laid_out == self._places):
             return
+        self._laid_out = self._places
         self.means = [torch.zeros_like(weights) for _ in _MEANS]
         self.counts = torch.zeros(len(self.parameters), dtype=torch.float32, device=weights.device)
         self._views = [[_like(mean, weights, p) for mean in self.means] for p in self.parameters]

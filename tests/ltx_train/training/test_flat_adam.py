@@ -104,6 +104,25 @@ def test_snapshots_are_torchs(flat_first):
     assert close(params, optimizer, plain, reference)
 
 
+def test_weights_that_are_laid_out_anew_keep_their_means():
+    """Adapters exchanged: the engine makes another flat tensor, here in another order."""
+    params, grads, optimizer, plain, reference = pair()
+    gradients(params, grads, plain, 0)
+    optimizer.step()
+    reference.step()
+    master, gradient = torch.cat([p.detach().reshape(-1) for p in params]), torch.zeros(sum(p.numel() for p in params))
+    sizes = [p.numel() for p in params]
+    grads = [part.view(p.shape) for part, p in zip(gradient.split(sizes), params)]
+    for p, part in zip(params, master.split(sizes)):
+        p.data = part.view(p.shape)
+    for step in (1, 2):
+        gradients(params, grads, plain, step)
+        optimizer.step()
+        reference.step()
+        assert close(params, optimizer, plain, reference)
+    assert torch.equal(optimizer.means[0][: sizes[0]].view(params[0].shape), optimizer.state[params[0]]["exp_avg"])
+
+
 def test_scattered_parameters_take_torchs_step():
     _, _, _, plain, reference = pair()
     other = [torch.nn.Parameter(q.detach().clone()) for q in plain]
