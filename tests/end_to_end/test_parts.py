@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from ltx_train.errors import StopRequested
 from ltx_train.launch import attach
 from ltx_train.memory.pinned import HostMemory
 from ltx_train.memory.saved import SavedTensors
-from ltx_train.parking import Asked, Lot, tensors_within
+from ltx_train.parking import Asked, Lot, Parking, tensors_within
 from ltx_train.room import Parked
 from ltx_train.run_setup import find_run, launch_job, open_training, same_job
 from ltx_train.runs.command import TOKEN_VARIABLE
-from ltx_train.runs.events import JobEvent, LoraEvent, PhaseEvent, SnapshotEvent, StateEvent
+from ltx_train.runs.events import JobEvent, LoraEvent, PhaseEvent, SampleEvent, SnapshotEvent, StateEvent
 from ltx_train.runs.exits import OUT_OF_MEMORY
 from ltx_train.runs.lock import ProcessId
 from ltx_train.runs.run_dir import RunDir, Status
@@ -143,6 +144,47 @@ def test_shared_buffers_are_known_wherever_they_stand():
     saved.start()
     assert not isinstance(saved._pack(ring.view(64, 64)), torch.Tensor)
     assert all(saved._pack(one) is one for one in others)
+
+
+def test_previews_between_parts(home, tmp_path, moved):
+    """Previews of the average after a pause are those of a run in one go."""
+    job = {
+        "optimization": {"steps": 2, "ema": {"decay": 0.5}}, "training_strategy": {"name": "flexible", "video": {"is_generated": True}},
+        "validation": {"samples": [{"prompt": "a ball"}], "video_dims": [64, 64, 9], "inference_steps": 1, "interval": 1, "generate_audio": False, "skip_initial_validation": True},
+    }  # fmt: skip
+    whole = train(home.config(tmp_path / "whole", **job))
+    done = train(home.config(tmp_path / "parts", **job), lambda live: in_parts(live, (1, 1)))
+    made = [(e.step, e.path) for e in done.events(SampleEvent)]
+    assert [step for step, _ in made] == [1, 2] and len(moved) == 1 and whole.losses == done.losses
+    assert all((done.run.path / path).read_bytes() == (whole.run.path / path).read_bytes() for _, path in made)
+
+
+def test_what_leaves_the_device_and_comes_back(monkeypatch):
+    """Weights with their views, states, and a tensor that two share; recordings are forgotten, connectors put away first."""
+    monkeypatch.setattr(parking, "MOVED", ("cpu",))
+    called = []
+    model = torch.nn.Linear(3, 3)
+    model.pass_runner = SimpleNamespace(forget=lambda: called.append("forget"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    shared = torch.arange(5.0)
+    step = torch.nn.Module()
+    step.transformer, step.cached = model, [shared, shared[2:]]
+    contexts = SimpleNamespace(leave=lambda: called.append("leave"))
+    parts = SimpleNamespace(step=step, trainable=None, optimizer=optimizer, scaler=None, ema=None, data=SimpleNamespace(batches=SimpleNamespace(contexts=contexts)))
+    before = [t.clone() for t in tensors_within(step, optimizer)]
+    lot = Lot(torch.device("cpu"), parts)
+    assert lot.fits() and lot.size == sum(t.nbytes for t in before) - shared[2:].nbytes
+    lot.leave_device()
+    assert called == ["leave", "forget"] and all(t.untyped_storage().nbytes() == 0 for t in tensors_within(step, optimizer))
+    lot.come_back()
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors_within(step, optimizer)))
+    monkeypatch.setattr(parking, "HOST_RESERVE", 1 << 60)
+    one_rank = SimpleNamespace(any=bool)
+    for sharded, why in ((False, "no room"), (True, "shards")):
+        waiting = Parking(None, one_rank, SimpleNamespace(trainable=SimpleNamespace(sharded=sharded)), 30.0)
+        assert why in waiting._why_not(lot)
 
 
 def test_killed_while_parked(home, tmp_path, straight):
