@@ -1,5 +1,5 @@
 // Drives a real browser at a real ComfyUI: loads a workflow, looks at its nodes, runs it, looks at the panels, reloads the page.
-// usage: node browser.mjs '{"url", "workflow", "out", "queue", "nodes2", "playwright", "chromium"}'  -> JSON on stdout
+// usage: node browser.mjs '{"url", "workflow", "also", "out", "queue", "nodes2", "playwright", "chromium"}'  -> JSON on stdout
 
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -32,6 +32,7 @@ const panels = () =>
       points: one.querySelectorAll("polyline").length ? one.querySelectorAll("polyline")[1].getAttribute("points").split(" ").filter(Boolean).length : 0,
       samples: [...one.querySelectorAll("video, img, audio")].map((m) => ({ kind: m.tagName, ready: m.readyState ?? (m.complete ? 4 : 0), src: m.getAttribute("src") })),
       height: one.getBoundingClientRect().height,
+      rows: [...one.querySelectorAll("tr")].map((row) => [...row.children].map((cell) => cell.innerText)),
     })),
   );
 
@@ -40,15 +41,23 @@ if (options.nodes2 !== undefined) {
   await page.evaluate((on) => window.app.extensionManager.setting.set("Comfy.VueNodes.Enabled", on), options.nodes2);
   await open();
 }
-const text = readFileSync(options.workflow, "utf-8");
-found.loaded = await page.evaluate(async (workflow) => {
-  const data = JSON.parse(workflow);
-  if (data.nodes) await window.app.loadGraphData(data);
-  else await window.app.loadApiJson(data, "workflow");
-  const known = window.LiteGraph.registered_node_types;
-  return window.app.graph.nodes.map((n) => ({ id: String(n.id), type: n.type, missing: !known[n.type], error: !!n.has_errors, widgets: n.widgets?.length ?? 0 }));
-}, text);
+/** Load a workflow file; its nodes. */
+const load = (path) =>
+  page.evaluate(async (workflow) => {
+    const data = JSON.parse(workflow);
+    if (data.nodes) await window.app.loadGraphData(data);
+    else await window.app.loadApiJson(data, "workflow");
+    const known = window.LiteGraph.registered_node_types;
+    return window.app.graph.nodes.map((n) => ({ id: String(n.id), type: n.type, missing: !known[n.type], error: !!n.has_errors, widgets: n.widgets?.length ?? 0 }));
+  }, readFileSync(path, "utf-8"));
+found.loaded = await load(options.workflow);
 await page.waitForTimeout(2500);
+found.each = [[found.loaded, await panels()]];
+for (const path of options.also ?? []) {
+  const nodes = await load(path);
+  await page.waitForTimeout(1000);
+  found.each.push([nodes, await panels()]);
+}
 await page.evaluate(() => window.app.canvas.ds && (window.app.extensionManager.command?.execute?.("Comfy.Canvas.FitView")));
 await page.waitForTimeout(1000);
 found.before = await panels();
@@ -70,6 +79,18 @@ if (options.queue) {
   await page.waitForTimeout(2500);
   found.after = await panels();
   await shot("finished");
+  for (const kind of options.closeUp ?? []) {
+    await page.evaluate((type) => {
+      const { app } = window;
+      const node = app.graph.nodes.find((n) => n.type === type);
+      [node.pos, app.canvas.ds.scale] = [[6000, 0], 1];
+      node.setSize([900, node.size[1] + 120]);
+      app.canvas.ds.offset = [300 - node.pos[0], 900 - node.size[1]];
+      app.canvas.setDirty(true, true);
+    }, kind);
+    await page.waitForTimeout(1500);
+    await shot(kind);
+  }
   await page.waitForTimeout(2500); // the frontend keeps the graph of a tab about every second
   await open();
   await page.waitForTimeout(4000);
