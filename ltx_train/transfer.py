@@ -15,8 +15,16 @@ def upload(tensor: Tensor | None, device: torch.device | str, dtype: torch.dtype
         return None
     kind = torch.device(device).type
     if tensor.device.type == "cpu" and kind == "cuda" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()  # torch's host allocator keeps it until the copy is through
+        tensor = locked(tensor)  # torch's host allocator keeps it until the copy is through
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=kind == "cuda")  # elsewhere it is not sure to have arrived when it is read
+
+
+def locked(tensor: Tensor) -> Tensor:
+    """The tensor in page-locked memory, or as it is where the system has none left (streamed blocks may hold all): then its copy waits."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        return tensor
 
 
 class Reading:
@@ -28,7 +36,7 @@ class Reading:
         if values.device.type != "cuda":
             self._host = values.detach().clone()
             return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host = locked(torch.empty(values.shape, dtype=values.dtype))
         self._host.copy_(values.detach(), non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(values.device))

@@ -2,7 +2,7 @@
 
 import torch
 
-from ltx_train.transfer import Reading, upload
+from ltx_train.transfer import Reading, locked, upload
 
 
 def test_upload():
@@ -10,6 +10,15 @@ def test_upload():
     assert upload(None, "cpu") is None
     assert upload(tensor, "cpu") is tensor
     assert upload(tensor, torch.device("cpu"), torch.float32).dtype == torch.float32
+
+
+def test_memory_that_cannot_be_locked_is_copied_as_it_is(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    tensor = torch.arange(4)
+    assert locked(tensor) is tensor
 
 
 def test_a_reading_is_of_the_moment_it_was_asked_for():
