@@ -24,6 +24,9 @@ def small(path, run_name):
     dataset |= {"dataset": "input/drawn clips", "buckets": "64x64x1" if dataset["buckets"] == "768x512;512x768;640x640" else "64x64x17"}
     if dataset["reference_video"]:
         dataset["reference_video"] = "input/drawn clips"
+    if "LTXTrainModeSettings" in of:  # as long a beginning as a clip of 3 latent frames leaves room for
+        given = of["LTXTrainModeSettings"]["video_conditions"]
+        of["LTXTrainModeSettings"]["video_conditions"] = given.replace("temporal_boundary_max: 4", "temporal_boundary_max: 2")
     of["LTXTrainLoRA"] |= {"run_name": run_name, "steps": 2, "rank": 4, "validation_prompt": ""}
     if "SamplerCustom" in of:  # ComfyUI's own nodes sample with the LoRA
         for kind in ("CheckpointLoaderSimple", "LTXAVTextEncoderLoader", "LTXVAudioVAELoader"):

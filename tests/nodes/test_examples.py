@@ -8,10 +8,12 @@ import pytest
 TWINS = sorted((Path(__file__).parents[1] / "comfyui" / "workflows" / "examples").glob("*.api.json"))
 EVERY = {"LTXTrainLoadModel.model", "LTXTrainDataset.dataset", "LTXTrainDataset.buckets", "LTXTrainLoRA.run_name"}
 USUAL = EVERY | {
-    "LTXTrainDataset.trigger", "LTXTrainPreprocess.mode", "LTXTrainLoRA.mode", "LTXTrainLoRA.steps", "LTXTrainLoRA.rank", "LTXTrainLoRA.validation_prompt",
+    "LTXTrainPreprocess.mode", "LTXTrainLoRA.mode", "LTXTrainLoRA.steps", "LTXTrainLoRA.rank", "LTXTrainLoRA.validation_prompt",
     "LTXTrainValidationSettings.width", "LTXTrainValidationSettings.height", "LTXTrainValidationSettings.frames", "LTXTrainValidationSettings.interval",
 }  # fmt: skip
 MORE = {
+    "Character": {"LTXTrainDataset.trigger"},
+    "Style": {"LTXTrainDataset.trigger"},
     "Control": {"LTXTrainDataset.reference_video", "LTXTrainLoRA.learning_rate"},
     "Sound": {"LTXTrainValidationSettings.generate_video", "LTXTrainLoRA.learning_rate"},
     "Inpaint": {"LTXTrainModeSettings.base", "LTXTrainModeSettings.video_conditions"},
