@@ -84,7 +84,9 @@ TASKS: dict[str, Task] = {
     "t2v": Task("t2v_audio", "caption", ("colour", "direction"), "a {colour} star moves {direction}, a {tone} tone", Margins(0.3, 0.75, 0.5, 1.5), 64, learning_rate=8e-3, cfg=2.0),
     "i2v": Task("i2v_audio", "caption", ("colour", "direction"), "a {colour} star moves {direction}, a {tone} tone", Margins(0.3, 0.75, 0.5, 1.3), 56, learning_rate=8e-3, cfg=2.0),
     "v2v": Task("v2v", "reference", ("colour", "direction"), "a star", Margins(0.5, 0.75, 0.5, 1.5), 60),
-    "a2v": Task("a2v", "sound", ("colour",), "a star moves {direction}", Margins(0.3, 0.75, 0.5, 1.2), 80, ("blue", "red", "yellow"), ("right",), tuple(TONES), held_out=9),
+    "a2v": Task(
+        "a2v", "sound", ("colour",), "a star moves {direction}", Margins(0.3, 0.75, 0.65, 1.2), 110, ("blue", "yellow"), ("right",), ("low", "high"), clips=12, learning_rate=8e-3,
+    ),
     "t2a": Task("t2a", "caption", ("tone",), "a white star moves up, a {tone} tone", Margins(0.3, 0.9, 0.65, 1.02), 100, directions=("up",), tones=("low", "high"), learning_rate=1e-2, cfg=2.0),
 }  # fmt: skip
 
