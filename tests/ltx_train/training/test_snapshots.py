@@ -240,7 +240,7 @@ def test_steps_beyond_five_digits_sort_as_numbers(tmp_path):
 def test_section_defaults():
     section = CheckpointsSection()
     dump = section.model_dump()
-    assert dump == {"interval": None, "keep_last_n": 1, "precision": "bfloat16", "no_resume": False, "save_training_state": "full"}
+    assert dump == {"interval": None, "keep_last_n": 1, "precision": "bfloat16", "no_resume": False, "save_training_state": "full", "park_minutes": 30.0}
     assert section.dtype == torch.bfloat16 and CheckpointsSection(precision="float32").dtype == torch.float32
     for bad in ({"interval": 0}, {"keep_last_n": -2}, {"precision": "fp16"}, {"save_training_state": "half"}):
         with pytest.raises(ValueError):
