@@ -51,8 +51,8 @@ def test_every_example_has_its_picture_and_its_twin():
 @pytest.mark.parametrize("vue", [False, True], ids=["litegraph", "nodes 2.0"])
 def test_the_panels_live_and_are_there_after_a_reload(server, tmp_path, workflow, vue):
     prompt = workflow("train_with_previews", MODEL=MODELS["ltx2.3"], RUN=f"seen in the browser {int(vue)}")
-    prompt["4"]["inputs"] |= {"steps": 24}
-    prompt["5"]["inputs"] |= {"interval": 24, "skip_initial_validation": True}
+    prompt["4"]["inputs"] |= {"steps": 150}
+    prompt["5"]["inputs"] |= {"interval": 150, "skip_initial_validation": True}
     prompt["4"]["inputs"]["memory"] = ["6", 0]
     prompt["6"] = {"class_type": "LTXTrainMemorySettings", "inputs": {"memory_limit_gb": 8.0}}
     path = tmp_path / "workflow.json"
@@ -61,8 +61,8 @@ def test_the_panels_live_and_are_there_after_a_reload(server, tmp_path, workflow
     assert found["errors"] == []
     during, after, again = (panel(found[part], "ltx-run") for part in ("during", "after", "reloaded"))
     assert during["points"] >= 3 and "step" in during["text"] and "Stop" in during["text"]
-    assert after["points"] == 24 and "finished" in after["text"] and "Stop" not in after["text"]
-    assert again["points"] == 24 and "finished" in again["text"]
+    assert after["points"] == 150 and "finished" in after["text"] and "Stop" not in after["text"]
+    assert again["points"] == 150 and "finished" in again["text"]
     assert [one["kind"] for one in again["samples"]] == ["VIDEO"] and again["samples"][0]["ready"] >= 1
     report = panel(found["after"], "ltx-report")
     assert "3 of 3 clips usable" in report["text"]
