@@ -288,15 +288,15 @@ def test_two_gpus_stop_together_and_a_killed_rank_is_named(engine, ended):
 
 
 def test_another_ranks_error_is_told(engine):
-    run = engine.run(steps=1000, delay=0.05, end="oom", rank=1)
-    outcome = start(run, num_processes=2, launcher="torchrun").wait(60)
+    run = engine.run(steps=10**6, delay=0.05, end="oom", rank=1)
+    outcome = start(run, num_processes=2, launcher="torchrun").wait(180)
     assert (outcome.exit_code, outcome.code, outcome.state) == (4, "memory.out", "failed") and outcome.error.rank == 1
 
 
 @posix
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(engine):
-    run = engine.run(steps=1000, delay=0.05, end="SIGKILL", rank=1)
-    outcome = start(run, num_processes=2, launcher="torchrun").wait(60)
+    run = engine.run(steps=10**6, delay=0.05, end="SIGKILL", rank=1)  # rank 0 must not reach its end before torchrun looks
+    outcome = start(run, num_processes=2, launcher="torchrun").wait(180)
     assert outcome.exit_code == -9 and outcome.message.startswith("Rank 1: The trainer was ended by signal 9")
     assert RunDir(run).status().state == "lost" and not RunDir(run).live()
 
