@@ -10,14 +10,11 @@ import torch
 
 from ..conditioning.state import LatentState
 from ..lora.adapters import LoraSection, attach
-from ..memory.attention import prefer_attention
-from ..memory.compiling import keep_compiled_code
 from ..memory.pinned import HostMemory
 from ..sampling.denoise import denoise
 from ..sampling.guidance import Guidance, StreamGuidance
 from ..sampling.schedule import Schedule, sigma_schedule
-from .networks import fast_transformer
-from .step import StepCase, cap, card_name, guarded, memory_in_use, random_batch, synchronise
+from .step import StepCase, card_name, fast_network, guarded, memory_in_use, random_batch, synchronise
 
 PREVIEW_STEPS = 30
 FOUR_PASSES = StreamGuidance(Guidance(cfg=3.0, stg=1.0, modality=3.0, rescale=0.7), Guidance(cfg=7.0, stg=1.0, modality=3.0, rescale=0.7), stg_blocks=(0,))
@@ -42,14 +39,7 @@ def run_sample(case: StepCase, *, command: str) -> Iterator[dict[str, object]]:
 
 def measure_sample(case: StepCase, device: torch.device, memory: HostMemory, batched: bool) -> dict[str, object]:
     """Median-free: the mean of ``case.steps`` denoising steps after one that warms up."""
-    cap(case, device)
-    torch._dynamo.reset()
-    memory.reuse()
-    torch.manual_seed(0)
-    config, dtype = case.config(), torch.float32 if case.tiny else torch.bfloat16
-    keep_compiled_code()
-    prefer_attention(case.attention, device)
-    model = fast_transformer(config, case.engine(), quantization=case.quantization or None, audio=case.audio, device=device, dtype=dtype, memory=memory)
+    config, dtype, model = fast_network(case, device, memory)
     attach(model, LoraSection(rank=case.rank, alpha=case.rank), seed=0, streams=("video", "audio") if model.has_audio else ("video",))
     batch = random_batch(case, config, device, dtype)
     states = {m: None if latents is None else LatentState.of(latents) for m, latents in (("video", batch.video), ("audio", batch.audio))}

@@ -22,6 +22,7 @@ from ..memory.engine import EngineSettings
 from ..memory.graphs import GraphedPasses
 from ..memory.pinned import HostMemory
 from ..models.families import FAMILIES, TransformerConfig
+from ..models.transformer import LTXTransformer
 from ..text import Context
 from ..training.flow_matching import FlowMatchingSection
 from ..training.optim import OptimizationSection
@@ -156,20 +157,26 @@ def card_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> dict[str, object]:
-    """The product's step."""
+def fast_network(case: StepCase, device: torch.device, memory: HostMemory) -> tuple[TransformerConfig, torch.dtype, LTXTransformer]:
+    """The product's network as a case asks for it, on a device as small and with a link as slow as the case says."""
     cap(case, device)
     torch._dynamo.reset()
     memory.reuse()
     torch.manual_seed(0)
     config, dtype = case.config(), torch.float32 if case.tiny else torch.bfloat16
     keep_compiled_code()
-    started = time.perf_counter()
     prefer_attention(case.attention, device)
     model = fast_transformer(
         config, case.engine(), quantization=case.quantization or None, audio=case.audio, device=device, dtype=dtype, memory=memory,
     )  # fmt: skip
     hold_back(model.block_runner.store, case.link, device)
+    return config, dtype, model
+
+
+def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> dict[str, object]:
+    """The product's step."""
+    started = time.perf_counter()
+    config, dtype, model = fast_network(case, device, memory)
     notes: list[str] = []
     if case.graph and case.compile:
         model.pass_runner = GraphedPasses(model, model.block_runner, lambda code, text: notes.append(text))

@@ -69,3 +69,13 @@ def test_previews_batched_and_one_by_one(capsys):
     assert (apart["passes"], batched["passes"], ratio["passes"]) == ("one by one", "batched", "ratio")
     assert apart["preview_s"] == pytest.approx(30 * apart["step_s"], abs=0.1) and batched["step_s"] > 0
     assert ratio["batched_is_faster_by"] == pytest.approx(apart["step_s"] / batched["step_s"], rel=0.1)
+
+
+def test_a_sample_is_measured_over_the_link_that_the_case_names(monkeypatch):
+    from ltx_train.bench import sample, step
+    from ltx_train.memory.pinned import HostMemory
+
+    held = []
+    monkeypatch.setattr(step, "hold_back", lambda store, link, device: held.append(link))
+    case = replace(tiny_case(), quantization="int8", resident=0, link=25.0)
+    assert sample.measure_sample(case, CPU, HostMemory(pin=False), batched=True)["step_s"] > 0 and held == [25.0]
