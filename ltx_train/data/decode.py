@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .buckets import Bucket, ClipPlan, Placement
 from .colour import composite, hdr_to_rgb, rgb, rgba, wide_to_rgb
+from .container import opened
 from .findings import MediaError
 from .orientation import Orientation
-from .probe import Probe, opened
+from .probe import Probe
 from .sources import MemoryClip
 from .stills import Timed, animation_frames, read_still, upright
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .container import opened
 from .findings import Finding, MediaError
-from .probe import SoundInfo, opened
+from .probe import SoundInfo
 from .sources import MemoryClip
 
 SILENCE = 1e-4
