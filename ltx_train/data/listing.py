@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import DataError
 from .findings import Finding
-from .texts import read_text
+from .texts import parse_json, read_text
 
 VIDEO_EXTENSIONS = frozenset(".mp4 .m4v .mov .mkv .webm .avi .ts .mts .m2ts .mpg .mpeg .wmv .flv .3gp .ogv .mxf .gif .vob .y4m".split())
 IMAGE_EXTENSIONS = frozenset(".png .jpg .jpeg .webp .bmp .tif .tiff .avif .jfif .apng .jp2 .tga .ppm".split())
@@ -59,8 +59,8 @@ class Listing:
 
 def _sidecar_json(text: str) -> str | None:
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        data = parse_json(text)
+    except json.JSONDecodeError:
         return None
     if isinstance(data, str):
         return data.strip()

@@ -22,7 +22,7 @@ from .listing import (
     kohya_repeats,
     stems_of,
 )
-from .texts import Text, caption_words, clean_prefix, read_rows, read_text
+from .texts import Text, caption_words, clean_prefix, read_rows, read_text, written_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ class Captions(Section):
 
     def resolve(self, written: str | None, stem: str) -> tuple[str, Finding | None]:
         """The training caption of a clip, and the finding when there is none."""
-        written = (written or "").strip()
+        written = written_text(written or "")
         how = self.policy
         if how == "auto":
             how = "written" if written else self.missing
@@ -205,6 +205,10 @@ class TableSource(DatasetSource):
 
     def _check_columns(self, path: Path, rows: list[Any]) -> None:
         known = sorted({name for row in rows for name in row.columns})
+        media = {name.lower() for role in ("video", "audio") for name in (*COLUMNS[role], self.columns.get(role, "")) if name}
+        if known and not media & set(known):
+            shown = ", ".join(name[:30] for name in known[:6])
+            raise DataError("dataset.column", f"{path.name[:60]} has no column that names the clips.", f"Call it video (or media_path), beside caption. The columns read: {shown}")
         for wanted in self.columns.values():
             if known and wanted.lower() not in known:
                 raise DataError("dataset.column", f"{path.name} has no column {wanted}.", f"Its columns: {', '.join(known)}")
@@ -219,9 +223,9 @@ class TableSource(DatasetSource):
             media = roles.pop("audio", None)  # a sound of its own
         if media is None and not row.fault:
             findings.append(Finding("row.no_media", f"row {row.number} names no media file"))
-        if media is not None and not media.is_file():
+        if media is not None and not _is_file(media):
             findings.append(Finding("media.missing", f"there is no file {media}"))
-        findings += [Finding("role.missing", f"{role}: there is no file {file}") for role, file in roles.items() if not file.is_file()]
+        findings += [Finding("role.missing", f"{role}: there is no file {file}") for role, file in roles.items() if not _is_file(file)]
         name = _relative(media, path.parent) if media else f"row {row.number}"
         seen[name] = seen.get(name, 0) + 1
         identity = name if seen[name] == 1 else f"{name}#{seen[name]}"
@@ -337,11 +341,18 @@ def _cell_path(table: Path, columns: Mapping[str, Any], role: str, override: str
     value = _cell(columns, role, override)
     if value is None:
         return None
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     found = path if path.is_absolute() else table.parent / path
-    if not found.exists() and "\\" in value:  # written on Windows, read elsewhere
+    if "\\" in value and not _is_file(found):  # written on Windows, read elsewhere
         found = table.parent / value.replace("\\", "/")
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # longer than the disk allows, or with a zero inside
+        return False
 
 
 def _number(value: Any, default: float) -> float:

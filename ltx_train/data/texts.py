@@ -109,13 +109,26 @@ def _json_rows(data: Any) -> list[Row]:
     return rows
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; every fault of it is a JSONDecodeError, a number of thousands of digits and endless nesting too."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("it is nested too deeply to be a dataset", text, 0) from error
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise json.JSONDecodeError("a number has too many digits", text, 0) from error
+
+
 def _jsonl_rows(text: str) -> list[Row]:
     rows = []
-    for n, line in enumerate(text.splitlines(), 1):
+    lines = re.split(r"\r\n|\n|\r", text)  # not splitlines(): a caption may hold U+2028, which JSON does not escape
+    for n, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
+            item = parse_json(line)
         except json.JSONDecodeError as error:
             rows.append(Row(n, {}, f"line {n} is not JSON: {error.msg} at column {error.colno}"))
             continue
@@ -130,10 +143,10 @@ def read_rows(path: Path) -> list[Row]:
         return _csv_rows(text)
     if path.suffix.lower() == ".json":
         try:
-            return _json_rows(json.loads(text))
-        except RecursionError as error:
-            raise DataError("dataset.json", f"{path.name} is nested too deeply to be a dataset.", "Save a list of objects, one a clip.") from error
+            return _json_rows(parse_json(text))
         except json.JSONDecodeError as error:
+            if not text.strip():
+                return []
             rows = _jsonl_rows(text)  # JSON lines saved under .json
             if rows and not any(row.fault for row in rows):
                 return rows
@@ -141,6 +154,14 @@ def read_rows(path: Path) -> list[Row]:
                 "dataset.json", f"{path.name} is not valid JSON: {error.msg} in line {error.lineno}.", "Correct that line, or save one object a line as .jsonl."
             ) from error
     return _jsonl_rows(text)
+
+
+_UNSEEN = " \t\r\n\f\v\0\u00a0\u200b\u200c\u200d\u2028\u2029\u2060\ufeff"
+
+
+def written_text(text: str) -> str:
+    """A caption without unseen signs around it; half a character (a JSON escape cut in two) becomes U+FFFD, which can be stored."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text).strip(_UNSEEN).strip()
 
 
 _OPENER = r"(?:the|this|a|an)\s+(?:video|clip|image|scene|footage|animation|picture|photo|photograph|shot|film|frame)(?:\s+(?:clip|footage|sequence))?"

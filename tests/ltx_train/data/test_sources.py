@@ -92,6 +92,42 @@ def test_faults_are_named_by_row(tmp_path):
     assert [[f.code for f in s.findings if f.refused] for s in open_source(path).samples()] == [["media.missing"], ["row.broken", "caption.missing"], ["row.no_media"]]
 
 
+def test_a_line_separator_inside_a_caption_ends_no_row(tmp_path):
+    touch(tmp_path / "v.mp4")
+    path = touch(tmp_path / "d.jsonl", '{"video": "v.mp4", "caption": "a\u2028b\x85c"}\r\n{"video": "v.mp4", "caption": "d"}')
+    assert [s.caption for s in open_source(path).samples()] == ["a\u2028b\x85c", "d"]
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100000], ids=["digits", "nesting"])
+def test_json_that_python_cannot_read_is_a_finding(tmp_path, value):
+    row = f'{{"video": "v.mp4", "caption": "x", "n": {value}}}'
+    broken, good = open_source(touch(tmp_path / "d.jsonl", f'{row}\n{{"video": "gone.mp4", "caption": "x"}}')).samples()
+    assert "row.broken" in [f.code for f in broken.findings] and good.caption == "x"
+    with pytest.raises(DataError, match="not valid JSON"):
+        open_source(touch(tmp_path / "d.json", f"[{row}]")).samples()
+
+
+def test_one_bad_path_costs_one_row(tmp_path):
+    paths = ["v.mp4", "a" * 5000 + ".mp4", "~nobody/v.mp4", "v\0.mp4"]
+    path = touch(tmp_path / "d.json", json.dumps([{"video": touch(tmp_path / p).name if p == "v.mp4" else p, "caption": "x"} for p in paths]))
+    assert [[f.code for f in s.findings] for s in open_source(path).samples()] == [[], *[["media.missing"]] * 3]
+
+
+def test_a_table_without_a_header_says_what_it_reads(tmp_path):
+    with pytest.raises(DataError, match="no column that names the clips") as error:
+        open_source(touch(tmp_path / "d.csv", "clip0.mp4,a cat\nclip1.mp4,a dog\n")).samples()
+    assert "clip0.mp4, a cat" in error.value.hint or "a cat, clip0.mp4" in error.value.hint
+    with pytest.raises(DataError, match="holds no rows"):
+        open_source(touch(tmp_path / "d.json", "\n")).samples()
+
+
+def test_a_caption_of_unseen_signs_is_none_and_half_a_character_can_be_stored(tmp_path):
+    touch(tmp_path / "v.mp4")
+    rows = [{"video": "v.mp4", "caption": "\u200b\ufeff\n"}, {"video": "v.mp4", "caption": "a \ud800 b"}]
+    unseen, half = open_source(touch(tmp_path / "d.json", json.dumps(rows))).samples()
+    assert [f.code for f in unseen.findings] == ["caption.missing"] and half.caption == "a \ufffd b"
+
+
 def test_windows_paths_and_semicolons(tmp_path):
     touch(tmp_path / "sub" / "v.mp4")
     path = touch(tmp_path / "d.csv", 'video;caption\nsub\\v.mp4;"a, b; c"\n')
