@@ -11,6 +11,7 @@ import torch
 from .config import TrainConfig
 from .data.dataset import open_dataset
 from .data.report import Report, usable_or_raise
+from .encode import Target
 from .errors import CheckpointError, ConfigError, DataError, RunError
 from .geometry import AudioGrid, Grid, VideoGrid
 from .lora.adapters import target_linears
@@ -20,9 +21,10 @@ from .memory.capability import Facts, capability
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer, load_transformer, transformer_source
 from .models.weights import check_weights
-from .parts import check_family, newest_weights
-from .preprocess import Target, report_on
+from .parts import check_family
+from .preprocess import report_on
 from .run_setup import find_run
+from .trained_weights import newest_weights
 from .training.parallel import single_device
 
 

@@ -21,11 +21,12 @@ from .data.dataset import DataSection, TrainingDataset, collate, open_dataset
 from .data.items import Item
 from .data.media import read_clip
 from .data.precomputed import find_root
+from .encode import Target
 from .errors import DataError
 from .geometry import Latents
 from .models.checkpoint import Checkpoint
 from .models.weights import WeightSource
-from .preprocess import Target, report_on
+from .preprocess import report_on
 from .tiny.drawing import FPS, KNOWN, RATE, Scenes, draw, sound
 from .training.flow_matching import FlowMatchingSection
 from .training.step import TrainStep

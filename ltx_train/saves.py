@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .config import TrainConfig
 from .errors import ConfigError, LtxTrainError, RunError
-from .parts import Parts, newest_weights
+from .parts import Parts
 from .runs.events import LoraEvent, SnapshotEvent
 from .runs.live import LiveRun
+from .trained_weights import newest_weights
 from .training.earlier import beside
 from .training.ema import finished_weights
 from .training.metrics import RunningMean

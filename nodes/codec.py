@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..ltx_train.config import DataSection
+from ..ltx_train.encode import Target
 from ..ltx_train.errors import CheckpointError
-from ..ltx_train.preprocess import Target, preprocess
-from ..ltx_train.text import TextFeatures
+from ..ltx_train.preprocess import preprocess
+from ..ltx_train.text import TOKEN_LIMITS, TextFeatures
 from . import sockets
 from .follow import Screen
 
@@ -30,6 +32,7 @@ class ComfyCodec:
     def __init__(self, model: sockets.LtxModel, *, vae: Any = None, clip: Any = None, audio_vae: Any = None) -> None:
         self.model = model
         self.parts = {"video_vae": vae, "audio_vae": audio_vae, "text_encoder": clip}
+        self.cut: dict[str, tuple[int, int]] = {}
         self._fingerprints: dict[str, str] = {}
 
     def has(self, component: str) -> bool:
@@ -77,11 +80,12 @@ class ComfyCodec:
 
     def encode_text(self, captions: list[str]) -> list[TextFeatures]:
         """Features before the connectors, valid tokens only: what ComfyUI's CLIP gives for these families."""
+        self.cut = {}
         return [self._features(text) for text in captions]
 
     def _features(self, text: str) -> TextFeatures:
         clip, kind = self._part("text_encoder"), self.model.feature_kind
-        values, extra = clip.encode_from_tokens_scheduled(clip.tokenize(text, disable_weights=True))[0]
+        values, extra = clip.encode_from_tokens_scheduled(self._tokens(clip, text))[0]
         tokens = values[0].float().cpu()
         mask = extra.get("attention_mask")
         if mask is not None:
@@ -96,6 +100,20 @@ class ComfyCodec:
             video, audio = tokens.split(list(self.model.widths), dim=-1)
             return TextFeatures(kind, video.contiguous(), audio.contiguous())
         return TextFeatures(kind, tokens.contiguous())
+
+    def _tokens(self, clip: Any, text: str) -> dict[str, list[list[tuple]]]:
+        """What the engine reads of a caption: without spaces around it, at most the encoder's limit, T5's end token kept.
+
+        ComfyUI takes the backslash out of ``\\(``, its sign for a bracket that is no weight: doubled, it stays.
+        """
+        tokens = clip.tokenize(re.sub(r"\\(?=[()])", r"\\\\", text.strip()), disable_weights=True)
+        t5 = self.model.feature_kind == "t5"
+        limit = TOKEN_LIMITS["t5" if t5 else "gemma3"]
+        longest = max(len(row) for rows in tokens.values() for row in rows)
+        if longest <= limit:
+            return tokens
+        self.cut[text] = (longest, limit)
+        return {name: [[*row[: limit - 1], row[-1]] if t5 else row[:limit] for row in rows] for name, rows in tokens.items()}
 
     def release(self, component: str | None = None) -> None:
         """ComfyUI frees its models itself when others need the room."""

@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("conditioning", "lora", "memory"),
     ("training", "sampling"),
     ("config",),
-    ("preprocess", "planner", "autotune", "launch", "environment", "contexts", "validation", "parts", "run_setup", "decode", "network", "sample_media", "room", "contact_sheet", "held_out", "fields", "checks", "parking", "saves"),
+    ("preprocess", "encode", "planner", "autotune", "launch", "spawn", "environment", "contexts", "validation", "parts", "trained_weights", "run_setup", "decode", "network", "sample_media", "sample_job", "room", "contact_sheet", "held_out", "fields", "checks", "parking", "saves"),
     ("trainer",),
     ("worker", "bootstrap", "captioner", "controls", "tools", "doctor", "doctor_probes", "doctor_job", "tiny", "bench"),
     ("__main__", "cli", "demo", "demo_chart"),
@@ -30,7 +30,7 @@ HOST = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths",
 HEAVY = {"accelerate", "peft", "diffusers", "transformers", "optimum", "bitsandbytes", "wandb", "huggingface_hub", "tensorboard", "prodigyopt", "schedulefree", "scenedetect", "rich"}
 # what the nodes reach; these and all that they import at module level load with ComfyUI's own packages
 LIGHT = ("config", "launch", "planner", "preprocess", "runs", "errors", "data.sources", "data.report", "models.checkpoint", "lora.files", "lora.edit", "environment", "tools")
-NODES_MAY = {"config", "run_setup", "text", "geometry", "launch", "planner", "preprocess", "runs", "errors", "section", "data.sources", "data.report", "models.checkpoint", "models.codec", "lora.files", "lora.edit", "environment"}
+NODES_MAY = {"config", "run_setup", "text", "geometry", "launch", "planner", "preprocess", "encode", "runs", "errors", "section", "data.sources", "data.report", "models.checkpoint", "models.codec", "lora.files", "lora.edit", "environment"}
 # and the tables that widgets are derived from, the ground's types, and how a run is opened
 NODES_MAY |= {"tools", "data.listing", "run_setup", "geometry", "text", "conditioning.modes", "sampling.recipe", "training.optim", "training.schedule", "training.flow_matching"}
 

@@ -12,9 +12,10 @@ from ..config import ModelSection, PreprocessJob, parse_section
 from ..data.cache import Cache, Manifest
 from ..data.dataset import DataSection
 from ..data.report import usable_or_raise
+from ..encode import Target
 from ..errors import ConfigError, DataError
 from ..geometry import VideoFactors
-from ..preprocess import Target, report_on
+from ..preprocess import report_on
 from ..run_setup import open_other
 from .show import console, positive
 from .training import finish

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..geometry import VideoFactors, pool_mask
-from .buckets import ClipPlan, Placement, plan_reference
+from .buckets import ClipPlan, Placement
 from .decode import chosen, pictures, to_bucket
 from .findings import Finding, MediaError
 from .probe import Probe, probe
+from .references import plan_reference
 from .sound import Sound, downmix, read_sound
 from .stills import read_still
 from .writers import write_png, write_video, write_wav

@@ -10,9 +10,10 @@ from typing import Any
 
 from ..errors import DataError
 from ..geometry import VideoFactors
-from .buckets import Bucket, ClipOptions, ClipPlan, check, check_references, parse_buckets, plan, plan_reference
+from .buckets import Bucket, ClipOptions, ClipPlan, check, parse_buckets, plan
 from .findings import CODES, Finding, MediaError
 from .probe import Probe, probe
+from .references import check_references, plan_reference
 from .sources import Sample
 
 TOKEN_LIMIT = 1024

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from ltx_train import trainer
 from ltx_train.config import TrainConfig
 from ltx_train.data.dataset import DataSection
+from ltx_train.encode import Target
 from ltx_train.models.codec import EngineCodec
 from ltx_train.models.families import FAMILIES
-from ltx_train.preprocess import Target, preprocess
+from ltx_train.preprocess import preprocess
 from ltx_train.runs.command import free_port
 from ltx_train.runs.events import LoraEvent, StepEvent, WarningEvent
 from ltx_train.runs.live import LiveRun

@@ -20,9 +20,10 @@ import torch
 
 from ltx_train.data.cache import Manifest
 from ltx_train.data.dataset import DataSection
+from ltx_train.encode import Target
 from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, VideoFactors
-from ltx_train.preprocess import Target, preprocess
+from ltx_train.preprocess import preprocess
 from ltx_train.text import TextFeatures
 from ltx_train.tiny import media
 from tests.end_to_end.corridor import Quiet

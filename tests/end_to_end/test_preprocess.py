@@ -11,8 +11,9 @@ import torch
 
 from ltx_train.data.cache import Manifest
 from ltx_train.data.dataset import DataSection
+from ltx_train.encode import Target
 from ltx_train.errors import StopRequested
-from ltx_train.preprocess import Target, preprocess
+from ltx_train.preprocess import preprocess
 from ltx_train.tiny import media
 from ltx_train.tiny.checkpoints import open_tiny, write_tiny
 from tests.end_to_end.corridor import BUCKET, FORKS, CheapCodec, Quiet, draw_everything

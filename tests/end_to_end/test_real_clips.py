@@ -20,8 +20,9 @@ from ltx_train.data.probe import probe
 from ltx_train.data.scenes import Scene, SceneSection, scene_plan, split, write_scene
 from ltx_train.data.sound import read_sound
 from ltx_train.data.sources import Sample
+from ltx_train.encode import Preprocessor, Target
 from ltx_train.models.codec import EngineCodec
-from ltx_train.preprocess import Preprocessor, Target, preprocess, report_on
+from ltx_train.preprocess import preprocess, report_on
 from ltx_train.tiny import media
 from ltx_train.tiny.checkpoints import open_tiny
 from ltx_train.tiny.measures import psnr

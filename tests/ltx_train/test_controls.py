@@ -9,9 +9,10 @@ import torch
 from ltx_train.controls import BlurControl, CannyControl, GreyControl, LowResolutionControl, ReferenceJob, make_references
 from ltx_train.controls.edges import canny, hysteresis, sobel
 from ltx_train.controls.kinds import blur
-from ltx_train.data.buckets import ClipOptions, parse_buckets, plan, plan_reference
+from ltx_train.data.buckets import ClipOptions, parse_buckets, plan
 from ltx_train.data.media import read_clip, read_image
 from ltx_train.data.probe import probe
+from ltx_train.data.references import plan_reference
 from ltx_train.data.sources import TableSource
 from ltx_train.errors import ConfigError
 from ltx_train.geometry import VideoFactors

@@ -113,8 +113,9 @@ def cache_of(tmp_path, change=lambda latents, mean, std: latents):
     from ltx_train.data.cache import Cache, Manifest
     from ltx_train.data.dataset import DataSection
     from ltx_train.data.writers import write_video
+    from ltx_train.encode import Target
     from ltx_train.models.codec import EngineCodec
-    from ltx_train.preprocess import Target, preprocess
+    from ltx_train.preprocess import preprocess
     from tests.end_to_end.corridor import Quiet
 
     clips = tmp_path / "clips"

@@ -9,21 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ltx_train.data.buckets import (
-    Bucket,
-    ClipOptions,
-    check,
-    check_references,
-    choose,
-    encode_batches,
-    parse_buckets,
-    plan,
-    plan_reference,
-    reference_bucket,
-)  # fmt: skip
+from ltx_train.data.buckets import Bucket, ClipOptions, check, choose, encode_batches, parse_buckets, plan
 from ltx_train.data.findings import Finding
 from ltx_train.data.probe import Probe, SoundInfo, Timeline
 from ltx_train.data.proposals import propose
+from ltx_train.data.references import check_references, plan_reference, reference_bucket
 from ltx_train.data.sources import Sample
 from ltx_train.errors import ConfigError
 from ltx_train.geometry import VideoFactors

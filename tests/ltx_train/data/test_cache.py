@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltx_train.data.buckets import ClipOptions, parse_buckets, plan, plan_reference
+from ltx_train.data.buckets import ClipOptions, parse_buckets, plan
 from ltx_train.data.cache import Cache, Manifest, ManifestEntry, forecast, manifest_entry
 from ltx_train.data.probe import probe
+from ltx_train.data.references import plan_reference
 from ltx_train.data.sources import MemoryClip, Sample
 from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, Latents, VideoFactors, VideoGrid

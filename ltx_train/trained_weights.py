@@ -1,0 +1,121 @@
+"""What a run trains: an adapter or all weights, warm-started where asked, and what its file says of its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .conditioning.modes import TrainingStrategySection
+from .config import TrainConfig, digest
+from .data.dataset import TrainingDataset
+from .errors import ConfigError
+from .lora.adapters import AdapterSet, attach
+from .lora.files import base_shapes, read_lora, self_check, warm_start, write_lora
+from .lora.metadata import LoraMetadata
+from .memory.activations import checkpoint_activations
+from .models.checkpoint import Checkpoint
+from .models.transformer import LTXTransformer
+from .runs.live import LiveRun
+from .training.full import FullWeights
+from .training.parallel import Parallel
+from .training.sharded import ShardedWeights, check_sharded, load_sharded
+from .training.trainable import Trainable
+
+
+@dataclass
+class LoraResult(Trainable):
+    """An adapter set that knows what to say about itself in its file."""
+
+    adapters: AdapterSet
+    metadata: LoraMetadata
+    dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, int]]
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return self.adapters.named_parameters()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.adapters.load_state_dict(state)
+
+    def write(self, path: Path, step: int) -> int:
+        """See :class:`Trainable`: every key is found in the base model, finite, and not zero."""
+        write_lora(path, self.adapters, replace(self.metadata, steps=step), self.dtype)
+        return self_check(path, self.shapes).modules
+
+
+def load_shards(config: TrainConfig, checkpoint: Checkpoint, parallel: Parallel, streams: Sequence[str], recompute: bool) -> LTXTransformer:
+    """The transformer in shards over the ranks, for full fine-tuning. Raises ConfigError for what cannot be trained so."""
+    section = config.acceleration
+    source = checkpoint.source("transformer")
+    stored = any(source.format(name) is not None for name in source.keys())
+    dtype = section.compute_dtype(parallel.device)
+    check_sharded(config.optimization.optimizer_type, dtype, quantization=section.quantization, stored_quantised=stored)
+    transformer = load_sharded(checkpoint, parallel, dtype=dtype, video="video" in streams, audio="audio" in streams)
+    if recompute:
+        checkpoint_activations(transformer, kept=section.keep_activations_of)
+    return transformer
+
+
+def build_trainable(
+    config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, transformer: LTXTransformer, dataset: TrainingDataset, live: LiveRun,
+    parallel: Parallel,
+) -> Trainable:  # fmt: skip
+    """The adapter (or all weights), warm-started where a checkpoint is given."""
+    if config.model.training_mode == "full":
+        dtype = config.checkpoints.dtype
+        weights = FullWeights(transformer, checkpoint, dtype) if parallel.world == 1 else ShardedWeights(transformer, checkpoint, dtype, parallel)
+        if config.model.load_checkpoint:
+            path = newest_weights(Path(config.model.load_checkpoint).expanduser())
+            weights.warm_start(path)
+            live.warn("full.warm_start", f"Started from {path.name}.")
+        return weights
+    shapes = base_shapes(transformer)
+    adapters = attach(transformer, config.lora, seed=config.seed, streams=strategy.streams().present)
+    for pattern in adapters.unmatched_targets:
+        live.warn("lora.target_unmatched", f"lora.target_modules: {pattern} matches no module of this model.")
+    if config.model.load_checkpoint:
+        found = warm_start(adapters, read_lora(newest_weights(Path(config.model.load_checkpoint).expanduser()), shapes))
+        live.warn("lora.warm_start", f"Started from {Path(config.model.load_checkpoint).name}: {found.summary()}.")
+    return LoraResult(adapters, lora_metadata(config, strategy, checkpoint, dataset), config.checkpoints.dtype, shapes)
+
+
+def newest_weights(path: Path) -> Path:
+    """The file itself, or the ``*step_N.safetensors`` with the highest N below a folder (the official rule)."""
+    if path.is_file():
+        return path
+    found = {p: int(p.stem.rsplit("step_", 1)[-1]) for p in path.rglob("*step_*.safetensors") if p.stem.rsplit("step_", 1)[-1].isdigit()} if path.is_dir() else {}
+    if not found:
+        raise ConfigError("model.load_checkpoint", f"There are no weights to start from at {path}."[:118], "Give a .safetensors file, or a folder with *_step_N.safetensors files.")
+    return max(found, key=found.__getitem__)
+
+
+def lora_metadata(config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, dataset: TrainingDataset) -> LoraMetadata:
+    """What the file says of its origin, the reference factors of the data among it."""
+    item = dataset.item(0)
+    grids = {m: latents.grid for m in ("video", "audio") if (latents := getattr(item, m)) is not None}
+    media = {name: value.grid for name, value in item.roles.items() if hasattr(value, "grid")}
+    factors = strategy.lora_metadata(grids, media)
+    number = lambda name: float(factors[name]) if name in factors else None  # noqa: E731
+    return LoraMetadata(
+        family=checkpoint.family.name,
+        model_version=checkpoint.model_version or "",
+        mode=strategy.name,
+        trigger=config.data.captions.trigger or "",
+        base=checkpoint.fingerprint_of("transformer"),
+        dataset=data_fingerprint(dataset),
+        config=digest(config.identity()),
+        reference_spatial=number("reference_downscale_factor"),
+        reference_temporal=number("reference_temporal_scale_factor"),
+    )
+
+
+def data_fingerprint(dataset: TrainingDataset) -> str:
+    """16 hex digits over what the dataset is: the cache keys of every entry, or the official files' names."""
+    manifest = getattr(dataset, "manifest", None)
+    if manifest is not None:
+        return digest([[e.id, e.text, e.video, e.audio, dict(e.roles), e.repeats, e.weight, e.regularisation] for e in manifest.entries])
+    return digest([len(dataset), *dataset.text_keys()])
