@@ -16,8 +16,9 @@ from ..ltx_train.lora.files import LoraFile, read_lora
 from ..ltx_train.runs.run_dir import RunDir, check_name, list_runs
 from . import paths, sockets
 from .follow import Screen
+from .media import media_of, media_outputs
 from .train import LORA_FOLDER, Result, last_lora
-from .validation import media_outputs, newest_sample
+from .validation import newest_sample
 
 NO_RUN = "(no run yet)"
 LAYOUTS = ("comfyui", "diffusers", "peft", "kohya", "plain")
@@ -55,9 +56,7 @@ class LTXTrainLoadRun(io.ComfyNode):
             ],
             outputs=[
                 sockets.Run.Output("ltx_run", display_name="ltx_run"),
-                io.Image.Output("images", display_name="images"),
-                io.Audio.Output("audio", display_name="audio"),
-                io.Video.Output("video", display_name="video"),
+                *media_outputs(),
                 io.LossMap.Output("loss_map", display_name="loss_map"),
                 io.LoraModel.Output("lora", display_name="lora"),
                 sockets.LoraName.Output("lora_name", display_name="lora_name", tooltip="For LoraLoader and LoraLoaderModelOnly."),
@@ -86,7 +85,7 @@ class LTXTrainLoadRun(io.ComfyNode):
         from comfy_execution.graph import ExecutionBlocker
 
         found = RunDir(paths.existing_run(run))
-        media = media_outputs(newest_sample(found, sample - 1, None if step < 0 else step))
+        media = media_of(newest_sample(found, sample - 1, None if step < 0 else step))
         losses = {"loss": [loss for _, loss in found.history().losses]}
         status = found.status()
         Screen.of(cls.hidden.unique_id).text(f"{found.name}: {status.state}, step {status.step} of {status.total or '?'}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
-import folder_paths
 from comfy_api.latest import io
 
 from ..ltx_train.config import digest
@@ -14,9 +11,9 @@ from ..ltx_train.runs.run_dir import RunDir
 from ..ltx_train.tools import Outcome, ToolJob
 from . import jobs, paths, sockets
 from .follow import Screen
+from .media import media_of, media_outputs, shown
 from .model import need
 from .tools import CATEGORY, MARK
-from .validation import media_outputs
 
 
 class LTXTrainDecode(io.ComfyNode):
@@ -39,11 +36,7 @@ class LTXTrainDecode(io.ComfyNode):
                 io.Int.Input("count", default=1, min=1, max=64, tooltip="So many clips from there on are shown in the node."),
                 sockets.Settings["memory"].Input("memory", optional=True, tooltip="From LTX Memory Settings."),
             ],
-            outputs=[
-                io.Image.Output("images", display_name="images"),
-                io.Audio.Output("audio", display_name="audio"),
-                io.Video.Output("video", display_name="video"),
-            ],
+            outputs=media_outputs(),
             hidden=[io.Hidden.unique_id],
         )  # fmt: skip
 
@@ -63,20 +56,10 @@ class LTXTrainDecode(io.ComfyNode):
             jobs.carry_out(job, Screen.of(cls.hidden.unique_id))
             jobs.mark_done(run.path / MARK, told)
         files = made(run)
-        return io.NodeOutput(*media_outputs(files[0]), ui=shown(files))
+        return io.NodeOutput(*media_of(files[0]), ui=shown(files))
 
 
 def made(run: RunDir) -> list[Path]:
     """The files that a decoding job wrote."""
     done = Outcome.read(run)
     return [Path(done.output) / name for name in done.made]
-
-
-def shown(files: list[Path]) -> dict[str, Any]:
-    """What ComfyUI's node shows of files in its output folder."""
-    output = folder_paths.get_output_directory()
-    one = lambda path: {"filename": path.name, "subfolder": os.path.relpath(path.parent, output), "type": "output"}  # noqa: E731
-    sounds = [one(path) for path in files if path.suffix == ".wav"]
-    seen = [one(path) for path in files if path.suffix != ".wav"]
-    moving = any(path.suffix == ".mp4" for path in files)
-    return {**({"images": seen, "animated": (moving,)} if seen else {}), **({"audio": sounds} if sounds else {})}

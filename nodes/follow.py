@@ -25,6 +25,7 @@ from ..ltx_train.runs.events import (
     StepEvent,
     WarningEvent,
 )
+from .media import picture_of
 
 log = logging.getLogger(__name__)
 EVENT = "ltx_train.events"
@@ -155,7 +156,7 @@ def _events(child: Child) -> Iterator[Iterator[Event | None]]:
         try:
             for event in child.follow(poll=0.1):
                 waiting.put(event)
-        except BaseException as error:
+        except BaseException as error:  # of whatever kind, it is raised again in the node's own thread
             waiting.put(error)
         finally:
             waiting.put(ended)
@@ -270,35 +271,3 @@ def duration(seconds: float) -> str:
         return f"{seconds} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def picture_of(path: Path, size: int = 512) -> Any:
-    """A PIL picture of a sample (the middle of a clip), at most ``size`` wide or high; None for sound or an unreadable file."""
-    try:
-        picture = _frame_of(path)
-    except Exception as error:
-        log.debug("LTX Train: no preview of %s: %s", path, error)
-        return None
-    if picture is not None:
-        picture.thumbnail((size, size))
-    return picture
-
-
-def _frame_of(path: Path) -> Any:
-    from PIL import Image
-
-    if path.suffix.lower() == ".png":
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
-    if path.suffix.lower() != ".mp4":
-        return None
-    import av
-
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        middle, last = (stream.frames or 1) // 2, None
-        for number, frame in enumerate(container.decode(stream)):
-            last = frame
-            if number >= middle:
-                break
-        return None if last is None else last.to_image()

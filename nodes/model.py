@@ -101,7 +101,7 @@ def _fits(main: Path, path: Path, role: str, *_: tuple[int, int]) -> bool:
     """Whether the model takes this file for a role, by its header; remembered until either file changes."""
     try:
         return Checkpoint.open(main, **{role: path}).has(role)
-    except Exception as error:
+    except Exception as error:  # files of any origin and form lie in these folders: what cannot be read does not fit
         log.debug("LTX Train: %s is no %s of %s: %s", path.name, role, main.name, error)
         return False
 

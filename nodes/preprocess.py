@@ -14,7 +14,7 @@ from ..ltx_train.runs.run_dir import RunDir
 from . import compose, jobs, paths, sockets
 from .follow import Screen
 from .model import need
-from .settings import prompts_of
+from .sample_inputs import prompts_of
 
 ANY_MODE = "any"
 

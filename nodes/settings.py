@@ -7,7 +7,6 @@ from itertools import zip_longest
 from typing import Any
 
 from comfy_api.latest import io
-from pydantic.fields import FieldInfo
 
 from ..ltx_train.conditioning.modes import MODES
 from ..ltx_train.config import (
@@ -21,11 +20,11 @@ from ..ltx_train.config import (
     ValidationSection,
 )
 from ..ltx_train.errors import ConfigError
-from ..ltx_train.sampling.recipe import MODEL_NUMBERS
 from ..ltx_train.training.flow_matching import SAMPLERS
 from ..ltx_train.training.optim import OPTIMIZERS
 from ..ltx_train.training.schedule import SCHEDULES
-from . import paths, schema, sockets
+from . import schema, sockets
+from .sample_inputs import preview_size, prompts_of, recipe_input, recipe_of, sample_of
 
 CATEGORY = f"{sockets.CATEGORY}/settings"
 OWN = "auto"
@@ -34,13 +33,21 @@ Ema = schema.is_section(OptimizationSection.model_fields["ema"].annotation)
 
 
 class _SettingsNode(io.ComfyNode):
-    """What all settings nodes share: a schema from a section, and fields of that section as output."""
+    """What all settings nodes share: inputs from a section's fields, and the fields of that section as output.
+
+    socket: the type of the output. section: the part of the job it becomes. holds: that part's class.
+    LEAVE: fields that are asked elsewhere. BASIC: those always shown (None: all). DEFAULTS: where a node starts from better ones.
+    """
 
     socket = ""
     section = ""
+    holds: type[schema.Section]
+    LEAVE: tuple[str, ...] = ()
+    BASIC: frozenset[str] | None = None
+    DEFAULTS: Mapping[str, Any] = {}
 
     @classmethod
-    def made(cls, node_id: str, title: str, description: str, inputs: list[io.Input]) -> io.Schema:
+    def made(cls, node_id: str, title: str, description: str, inputs: list[io.Input] | None = None) -> io.Schema:
         output = sockets.Settings[cls.socket].Output(cls.socket, display_name=cls.socket)
         return io.Schema(
             node_id=node_id,
@@ -48,7 +55,7 @@ class _SettingsNode(io.ComfyNode):
             category=CATEGORY,
             description=description,
             search_aliases=["ltx", "train", cls.socket],
-            inputs=inputs,
+            inputs=schema.inputs_of(cls.holds, leave=cls.LEAVE, basic=cls.BASIC, defaults=cls.DEFAULTS) if inputs is None else inputs,
             outputs=[output],
         )
 
@@ -58,28 +65,27 @@ class _SettingsNode(io.ComfyNode):
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
-        raise AssertionError("each settings node has its own")
+        """The section's fields that the widgets set."""
+        return schema.values_of(cls.holds, widgets)
 
 
 class LTXTrainAdapterSettings(_SettingsNode):
     """What is adapted, and how."""
 
-    socket, section = "adapter", "lora"
-    LEAVE = ("rank", "alpha")
+    socket, section, holds = "adapter", "lora", LoraSection
+    LEAVE, BASIC, DEFAULTS = ("rank", "alpha"), frozenset({"kind", "target_modules", "dropout"}), {"target_modules": []}
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        basic = {"kind", "target_modules", "dropout"}
-        inputs = schema.inputs_of(LoraSection, leave=cls.LEAVE, basic=basic, defaults={"target_modules": []})
-        for one in inputs:
-            if one.id == "target_modules":
-                one.tooltip = f"{one.tooltip} Empty: what suits the mode."
-        return cls.made("LTXTrainAdapterSettings", "LTX Adapter Settings", "Kind of adapter, which modules it is put on, rank and alpha "
-            "by module.", inputs)
+        made = cls.made("LTXTrainAdapterSettings", "LTX Adapter Settings", "Kind of adapter, which modules it is put on, rank and alpha "
+            "by module.")
+        targets = next(one for one in made.inputs if one.id == "target_modules")
+        targets.tooltip = f"{targets.tooltip} Empty: what suits the mode."
+        return made
 
     @classmethod
     def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
-        found = schema.values_of(LoraSection, widgets)
+        found = schema.values_of(cls.holds, widgets)
         if not found.get("target_modules"):
             found.pop("target_modules", None)
         return found
@@ -186,135 +192,52 @@ class LTXTrainValidationSettings(_SettingsNode):
         return found
 
 
-def prompts_of(text: str) -> list[str]:
-    """One prompt a line; empty lines are left out."""
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def sample_of(prompt: str, first_frame: str = "") -> dict[str, Any]:
-    """A validation sample as the section takes it."""
-    sample: dict[str, Any] = {"prompt": prompt}
-    if first_frame:
-        sample["conditions"] = [{"type": "first_frame", "image_or_video": str(paths.resolve(first_frame, what="image"))}]
-    return sample
-
-
-def preview_size(width: int = 512, height: int = 320, frames: int = 49) -> list[io.Input]:
-    """Width, height and frames of a sample."""
-    return [
-        io.Int.Input("width", default=width, min=32, max=4096, step=32, tooltip="Pixels, a multiple of 32."),
-        io.Int.Input("height", default=height, min=32, max=4096, step=32, tooltip="Pixels, a multiple of 32."),
-        io.Int.Input("frames", default=frames, min=1, max=1025, step=8, tooltip="8n + 1; 1 is a picture."),
-    ]
-
-
-RECIPE = ("sampler", "eta", "schedule", "schedule_tokens", "cfg_star")
-OWN_RECIPE, BY_HAND = "the model's own", "by hand"
-
-
-def recipe_input() -> io.Input:
-    """How a sample is made: as the model was made for, or with steps, guidance and schedule set by hand."""
-    by_hand = [*model_numbers(), *schema.inputs_of(ValidationSection, RECIPE)]
-    options = [io.DynamicCombo.Option(OWN_RECIPE, []), io.DynamicCombo.Option(BY_HAND, by_hand)]
-    return io.DynamicCombo.Input("recipe", options=options, optional=True, tooltip="Steps, guidance and noise levels: those of the "
-        "model's own recipe, or set by hand.")
-
-
-def model_numbers() -> list[io.Input]:
-    """Steps and guidance, each with a value that leaves it to the model's own recipe."""
-    made = []
-    for name in MODEL_NUMBERS:
-        info: FieldInfo = ValidationSection.model_fields[name]
-        common = {"tooltip": f"{info.description} Empty or -1: as the model was made for.", "optional": True}
-        if name == "stg_blocks":
-            made.append(io.String.Input(name, default="", **common))
-        elif name == "inference_steps":
-            made.append(io.Int.Input(name, default=-1, min=-1, max=1000, **common))
-        else:
-            made.append(io.Float.Input(name, default=-1.0, min=-1.0, max=100.0, step=0.1, **common))
-    return made
-
-
-def recipe_of(widgets: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the validation section that were set by hand."""
-    given = widgets.get("recipe") or {}
-    if given.get("recipe") != BY_HAND:
-        return {}
-    found = schema.values_of(ValidationSection, given, only=RECIPE)
-    for name in MODEL_NUMBERS:
-        value = given.get(name)
-        if name == "stg_blocks":
-            if str(value or "").strip():
-                found[name] = [int(part) for part in schema.lines_of(str(value).replace(",", ";"))]
-        elif value is not None and value >= 0:
-            found[name] = value
-    return found
-
-
 class LTXTrainMemorySettings(_SettingsNode):
     """Precision, quantisation, and what leaves the card."""
 
-    socket, section = "memory", "acceleration"
-    BASIC = {"quantization", "mixed_precision_mode", "activation_checkpointing", "stream_blocks", "load_text_encoder_in_8bit"}
+    socket, section, holds = "memory", "acceleration", AccelerationSection
+    BASIC = frozenset({"quantization", "mixed_precision_mode", "activation_checkpointing", "stream_blocks", "load_text_encoder_in_8bit"})
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = schema.inputs_of(AccelerationSection, basic=cls.BASIC)
         return cls.made("LTXTrainMemorySettings", "LTX Memory Settings", "Precision, quantisation, activation checkpointing, streamed "
-            "blocks: how the model fits onto its card.", inputs)
-
-    @classmethod
-    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
-        return schema.values_of(AccelerationSection, widgets)
+            "blocks: how the model fits onto its card.")
 
 
 class LTXTrainCheckpointSettings(_SettingsNode):
     """When a run saves, and what."""
 
-    socket, section = "checkpoints", "checkpoints"
+    socket, section, holds = "checkpoints", "checkpoints", CheckpointsSection
+    LEAVE, DEFAULTS = ("no_resume",), {"interval": 250, "keep_last_n": 3}
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = schema.inputs_of(CheckpointsSection, leave=("no_resume",), defaults={"interval": 250, "keep_last_n": 3})
         return cls.made("LTXTrainCheckpointSettings", "LTX Checkpoint Settings", "How often a run saves its LoRA and a snapshot to go on "
-            "from.", inputs)
-
-    @classmethod
-    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
-        return schema.values_of(CheckpointsSection, widgets)
+            "from.")
 
 
 class LTXTrainClipSettings(_SettingsNode):
     """How clips are cut, scaled and cleaned, beyond what the dataset node asks."""
 
-    socket, section = "clips", "clips"
+    socket, section, holds = "clips", "clips", ClipOptions
     LEAVE = ("fps", "frame_selection", "windows", "crop", "audio")
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = schema.inputs_of(ClipOptions, leave=cls.LEAVE)
         return cls.made("LTXTrainClipSettings", "LTX Clip Settings", "How clips are cut, scaled and cleaned; reference factors for "
-            "IC-LoRA. For LTX Dataset.", inputs)
-
-    @classmethod
-    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
-        return schema.values_of(ClipOptions, widgets)
+            "IC-LoRA. For LTX Dataset.")
 
 
 class LTXTrainDistributionSettings(_SettingsNode):
     """Processes on several GPUs or machines."""
 
-    socket, section = "distribution", "distributed"
+    socket, section, holds = "distribution", "distributed", DistributedSection
+    LEAVE, BASIC = ("num_processes",), frozenset({"devices"})
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = schema.inputs_of(DistributedSection, leave=("num_processes",), basic={"devices"})
         return cls.made("LTXTrainDistributionSettings", "LTX Distribution Settings", "Which GPUs take part, and how processes on several "
-            "machines meet.", inputs)
-
-    @classmethod
-    def fields(cls, widgets: Mapping[str, Any]) -> dict[str, Any]:
-        return schema.values_of(DistributedSection, widgets)
+            "machines meet.")
 
 
 class LTXTrainModeSettings(_SettingsNode):

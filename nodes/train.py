@@ -18,7 +18,7 @@ from ..ltx_train.runs.run_dir import RunDir, check_name, list_runs, versions_of
 from . import compose, paths, schema, sockets
 from .follow import Screen, follow, free_memory
 from .model import need
-from .settings import prompts_of, sample_of
+from .sample_inputs import prompts_of, sample_of
 
 LORA_FOLDER = "ltx_train"
 log = logging.getLogger(__name__)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
-from comfy_api.latest import InputImpl, io
+from comfy_api.latest import io
 
 from ..ltx_train.errors import LtxTrainError
 from ..ltx_train.runs.run_dir import RunDir
 from . import compose, jobs, paths, schema, sockets
 from .follow import Screen
+from .media import keep_image, media_of, media_outputs
 from .model import need
-from .settings import preview_size, recipe_input, recipe_of
+from .sample_inputs import preview_size, recipe_input, recipe_of
 from .train import last_lora
 
 NO_LORA = "none"
@@ -49,11 +48,7 @@ class LTXTrainSample(io.ComfyNode):
                 recipe_input(),
                 sockets.Settings["memory"].Input("memory", optional=True, tooltip="From LTX Memory Settings."),
             ],
-            outputs=[
-                io.Image.Output("images", display_name="images"),
-                io.Audio.Output("audio", display_name="audio"),
-                io.Video.Output("video", display_name="video"),
-            ],
+            outputs=media_outputs(),
             hidden=[io.Hidden.unique_id],
         )  # fmt: skip
 
@@ -80,7 +75,7 @@ class LTXTrainSample(io.ComfyNode):
         path = newest_sample(run)
         if path is None:
             raise LtxTrainError("sample.none", "The job left no sample.", f"See {run.log_path}.")
-        return io.NodeOutput(*media_outputs(path))
+        return io.NodeOutput(*media_of(path))
 
 
 def lora_files(widgets: dict[str, Any]) -> list[Path]:
@@ -112,59 +107,9 @@ def section_of(prompt: str, widgets: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def keep_image(image: torch.Tensor) -> Path:
-    """An IMAGE's first picture as a PNG among the jobs, named by its content."""
-    from PIL import Image
-
-    pixels = image[0, ..., :3].clamp(0, 1).mul(255).round().to(torch.uint8).cpu().numpy()
-    path = paths.jobs_root() / "images" / f"{hashlib.sha256(pixels.tobytes()).hexdigest()[:16]}.png"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path)
-    return path
-
-
 def newest_sample(run: RunDir, index: int | None = None, step: int | None = None) -> Path | None:
     """The file of the newest sample of a run (of a step, of a prompt's index), if it is on disk."""
     events = [e for e in run.history().samples.values() if (index is None or e.index == index) and (step is None or e.step == step)]
     found = [run.path / e.path for e in sorted(events, key=lambda e: (e.step, -e.index))]
     found = [path for path in found if path.is_file() and paths.inside(run.path, path)]
     return found[-1] if found else None
-
-
-def media_outputs(path: Path | None) -> tuple[Any, Any, Any]:
-    """(IMAGE, AUDIO, VIDEO) of a sample file; what it has not blocks the nodes behind that socket, without an error."""
-    from comfy_execution.graph import ExecutionBlocker
-
-    nothing = ExecutionBlocker(None)
-    if path is None:
-        return nothing, nothing, nothing
-    if path.suffix == ".png":
-        return read_picture(path), nothing, nothing
-    if path.suffix == ".wav":
-        return nothing, read_sound(path), nothing
-    video = InputImpl.VideoFromFile(str(path))
-    parts = video.get_components()
-    return parts.images, parts.audio if parts.audio is not None else nothing, video
-
-
-def read_picture(path: Path) -> torch.Tensor:
-    """[1, H, W, 3] in 0..1."""
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path) as picture:
-        return torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).float()[None] / 255
-
-
-def read_sound(path: Path) -> dict[str, Any]:
-    """ComfyUI's AUDIO of a sound file."""
-    import av
-    import numpy as np
-
-    with av.open(str(path)) as container:
-        stream = container.streams.audio[0]
-        resampler = av.AudioResampler(format="fltp", layout=stream.layout.name, rate=stream.rate)
-        pieces = [piece.to_ndarray() for frame in container.decode(stream) for piece in resampler.resample(frame)]
-        rate = stream.rate
-    return {"waveform": torch.from_numpy(np.concatenate(pieces, axis=1))[None], "sample_rate": rate}
