@@ -19,7 +19,8 @@ from .data.writers import write_video
 from .demo_chart import draw_curve
 from .models.families import FAMILIES, Family
 from .run_setup import launch_job, open_training
-from .runs.events import History, SampleEvent
+from .runs.events import SampleEvent
+from .runs.history import History
 from .tiny.drawing import FPS, NEW, Scenes, caption, draw, sound
 from .tiny.fitted_set import FittedSet
 from .tiny.measures import look, pitch

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from .config import Job, PreprocessJob, SampleJob, TrainConfig, digest
 from .errors import ConfigError, LtxTrainError, RunError
-from .launch import Child, Launch, attach, start
+from .launch import Child, attach, start
 from .planner import lower_plan
 from .runs.identity import Identity, Verdict
 from .runs.lock import write_atomic
 from .runs.run_dir import RunDir, check_name
+from .spawn import Launch
 
 LISTING = "dataset.txt"
 """In a run's directory: the digest of the data that it was started with."""

@@ -138,7 +138,7 @@ def atomic_file(path: Path, what: str = "the file") -> Iterator[BinaryIO]:
             sync_file(file)
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except BaseException as error:
+    except BaseException as error:  # an interrupt too: half a file must not stay
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         clear = disk_error(error, path.parent, what) if isinstance(error, OSError) else None

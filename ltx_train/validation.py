@@ -1,4 +1,4 @@
-"""Validation: prompts and media to clips on disk, in a run or as a job of its own. A failed preview never ends a run."""
+"""Validation: prompts and media to clips on disk, during a run or for a sampling job. A failed preview never ends a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ from .contact_sheet import write_contact_sheet
 from .contexts import ContextStore
 from .decode import Wave, decode_sound, keep_latents, write_clip
 from .errors import ConfigError, LtxTrainError, StopRequested, is_out_of_memory
-from .lora.apply import apply_loras
-from .lora.files import read_lora
 from .models.checkpoint import Checkpoint
 from .models.codec import EngineCodec, free_bytes
 from .models.tiling import Tiling
 from .models.transformer import LTXTransformer
-from .network import load_network
-from .preprocess import engine_codec
 from .room import Room, decode_needs, untouched_random
 from .runs.events import SampleEvent
 from .runs.live import LiveRun
@@ -34,8 +30,6 @@ from .sampling.sample_conditions import States
 from .text import TextFeatures
 
 if TYPE_CHECKING:
-    from .config import SampleJob
-    from .memory.settings import AccelerationSection
     from .training.parallel import Parallel
 
 SMALL_TILES = Tiling(256, 64, 32, 16)
@@ -160,7 +154,7 @@ class Validator:
         prepared = self.prepared[made.index]
         try:
             sampled = self.generate(prepared, live)
-        except Exception as error:
+        except Exception as error:  # running out of memory shows as several kinds; every other goes on up
             if not is_out_of_memory(error) or self._one_by_one:
                 raise
             self._one_by_one, sampled = True, None
@@ -220,7 +214,7 @@ class Validator:
             return
         try:
             made.sound = decode_sound(self.codec, made.sampled.audio)
-        except Exception as error:
+        except Exception as error:  # running out of memory shows as several kinds; every other goes on up
             if not is_out_of_memory(error):
                 raise
             self.keep(made, step, live, str(error))
@@ -234,7 +228,7 @@ class Validator:
             try:
                 made.path = write_clip(self.codec, self.target(made, step, live), made.sampled.video, made.sound, beside)
                 return
-            except Exception as error:
+            except Exception as error:  # as above
                 if not is_out_of_memory(error):
                     raise
                 failure = str(error)
@@ -289,7 +283,7 @@ def prepare_samples(
         recipe = section.recipe(checkpoint.family, distilled=checkpoint.distilled, config=checkpoint.config, num_layers=config.num_layers, tokens=grid.tokens)
         try:
             media = encode_conditions(sample, grid, checkpoint.audio_grid if config.has_audio else None, codec, recipe.image_crf)
-        except Exception as error:
+        except Exception as error:  # whatever a user's file or its codec raises: told, and this sample is left out
             if on_fault is None or isinstance(error, StopRequested | ConfigError):
                 raise
             on_fault(index, error)
@@ -318,42 +312,6 @@ def text_key(text: str) -> str:
 def encode_texts(texts: Sequence[str], codec: EngineCodec) -> Mapping[str, TextFeatures]:
     """Features of texts by :func:`text_key`."""
     return {text_key(t): f for t, f in zip(texts, codec.encode_text(list(texts)))} if texts else {}
-
-
-def run(job: SampleJob, live: LiveRun) -> None:
-    """Carry out a sampling job: one process, no training."""
-    from .training.parallel import Parallel
-
-    device = Parallel.start(device=job.acceleration.device).device
-    section = job.validation
-    if not section.samples:
-        raise ConfigError("sample.none", "The job names no sample.", "Give at least one prompt (validation.samples, or --prompt).")
-    live.set_state("running")
-    checkpoint = job.model.open()
-    loras = [(read_lora(Path(use.path).expanduser()), use.strength) for use in job.loras]
-    transformer, validator = build_sampler(checkpoint, section, job.acceleration, device, live)
-    apply_loras(transformer, loras)
-    made = validator.run(0, live)
-    if len(made) < len(section.samples):
-        raise LtxTrainError("sample.incomplete", f"{len(section.samples) - len(made)} of {len(section.samples)} samples failed.", "The warnings above say why.")
-
-
-def build_sampler(checkpoint: Checkpoint, section: ValidationSection, acceleration: AccelerationSection, device: torch.device, live: LiveRun) -> tuple[LTXTransformer, Validator]:
-    """Text encoder, VAE encoders, connectors, then the transformer: one at a time in memory."""
-    codec = engine_codec(checkpoint, acceleration, device)
-    with live.phase("encode text"):
-        features = encode_texts(section.texts(), codec)
-        codec.release()
-    with live.phase("encode conditions") if any(s.conditions for s in section.samples) else nullcontext():
-        prepared = prepare_samples(section, checkpoint, codec, text_key)
-    streams = tuple(dict.fromkeys(s for p in prepared for s in p.streams))
-    contexts = ContextStore(
-        checkpoint, features.__getitem__, video="video" in streams, audio="audio" in streams, device=device, dtype=acceleration.compute_dtype(device)
-    )
-    contexts.prepare(features)
-    with live.phase("load the model"):
-        transformer = load_network(checkpoint, acceleration, device, streams=streams, live=live)
-    return transformer, Validator(section, checkpoint, prepared, contexts, codec, transformer)
 
 
 def stop_check(live: LiveRun, parallel: Parallel | None, together: bool) -> Callable[[], None]:

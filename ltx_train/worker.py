@@ -29,7 +29,7 @@ from .runs.run_dir import Kind, RunDir
 JOBS: dict[str, tuple[str, str]] = {
     "preprocess": ("PreprocessJob", "preprocess"),
     "train": ("TrainConfig", "trainer"),
-    "sample": ("SampleJob", "validation"),
+    "sample": ("SampleJob", "sample_job"),
     "tool": ("tools.ToolJob", "tools"),
 }
 FAILURE_MARK = "LTX_TRAIN_FAILURE "

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from ..ltx_train.errors import LtxTrainError
-from ..ltx_train.runs.events import read_events
+from ..ltx_train.runs.event_log import read_events
 from ..ltx_train.runs.run_dir import CONTROLS, RunDir, Status, list_runs
 from . import paths
 from .follow import plain

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import StopRequested
-from .events import Event, EventLog, PhaseEvent, ProgressEvent, StateEvent, StepEvent, WarningEvent
+from .event_log import EventLog
+from .events import Event, PhaseEvent, ProgressEvent, StateEvent, StepEvent, WarningEvent
 from .run_dir import RunDir, State, Status
 
 POLL = 0.2

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from ..errors import RunError
 from ..section import Section
-from .events import EventBatch, History, read_events
+from .event_log import EventBatch, read_events
+from .history import History
 from .lock import ProcessId, RunLock, write_atomic
 
 State = Literal["queued", "preparing", "running", "parked", "stopping", "stopped", "finished", "failed", "lost"]

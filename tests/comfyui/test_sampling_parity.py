@@ -21,9 +21,9 @@ from ltx_train.models.codec import EngineCodec
 from ltx_train.models.transformer import load_transformer
 from ltx_train.runs.live import LiveRun
 from ltx_train.runs.run_dir import RunDir
+from ltx_train.sample_job import run
 from ltx_train.sampling.schedule import sigma_schedule
 from ltx_train.tiny.checkpoints import open_tiny, write_tiny
-from ltx_train.validation import run
 
 COMFY, PYTHON = os.environ.get("COMFYUI_PATH"), os.environ.get("COMFYUI_PYTHON")
 pytestmark = pytest.mark.skipif(not (COMFY and PYTHON), reason="needs a real ComfyUI: set COMFYUI_PATH and COMFYUI_PYTHON")

@@ -15,7 +15,8 @@ from ltx_train import demo as module
 from ltx_train.__main__ import main
 from ltx_train.config import TrainConfig
 from ltx_train.demo_chart import draw_curve, running_mean
-from ltx_train.runs.events import History, SampleEvent
+from ltx_train.runs.events import SampleEvent
+from ltx_train.runs.history import History
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.tiny.drawing import NEW
 

@@ -283,7 +283,7 @@ class Forked:
 
 def test_the_launcher_has_a_parked_child_go_on(home, tmp_path, monkeypatch, capsys):
     """The second part starts without loading anything; changed settings make it start anew; the command line says how to go on."""
-    monkeypatch.setattr(launch, "_spawn", Forked)
+    monkeypatch.setattr(launch, "spawn", Forked)
     config = home.config(tmp_path / "run", optimization={"steps": 6, "scheduler_type": "constant"})
     owner = ProcessId.of(os.getpid())
     child = launch_job(open_training(config), steps_this_run=1, owner=owner)

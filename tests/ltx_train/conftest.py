@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ENGINE = Path(__file__).parents[2] / "ltx_train"
-REAL = ("__init__.py", "errors.py", "section.py", "launch.py", "worker.py", "bootstrap.py", "environment.py")
+REAL = ("__init__.py", "errors.py", "section.py", "launch.py", "spawn.py", "worker.py", "bootstrap.py", "environment.py")
 
 CONFIG = '''"""Jobs of the test engine: a dict of what to do."""
 import yaml

@@ -16,7 +16,8 @@ from ltx_train.lora.adapters import LoraSection
 from ltx_train.memory.costs import GIB, Fit, Speeds, Work, cost, flops
 from ltx_train.memory.settings import AccelerationSection
 from ltx_train.planner import CARDS, clip_tokens, lora_numbers, lower, lower_plan, make_plan, named_machine
-from ltx_train.runs.events import EventLog, PlanEvent
+from ltx_train.runs.event_log import EventLog
+from ltx_train.runs.events import PlanEvent
 from ltx_train.runs.run_dir import RunDir
 
 RESULTS = Path(ltx_train.bench.__file__).parent / "results" / "h200.jsonl"

@@ -30,6 +30,7 @@ from ltx_train.room import Room, decode_needs
 from ltx_train.runs.events import SampleEvent, WarningEvent
 from ltx_train.runs.live import LiveRun
 from ltx_train.runs.run_dir import RunDir
+from ltx_train.sample_job import run as run_sample_job
 from ltx_train.text import Context
 from ltx_train.tiny.checkpoints import open_tiny
 from tests.end_to_end.corridor import Home, train
@@ -200,7 +201,7 @@ def sample_job(home, out, **validation_fields):
 def carry_out(found):
     run = RunDir.create(Path(found.output_dir))
     with LiveRun(run) as live:
-        validation.run(found, live)
+        run_sample_job(found, live)
     return [run.path / e.path for e in run.events(0).events if isinstance(e, SampleEvent)]
 
 

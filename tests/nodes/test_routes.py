@@ -31,10 +31,10 @@ def ask(pack):
 
 @pytest.fixture
 def run(pack):
-    events, run_dir = pack.engine("runs.events"), pack.engine("runs.run_dir")
+    events, event_log, run_dir = (pack.engine(f"runs.{name}") for name in ("events", "event_log", "run_dir"))
     run = run_dir.RunDir.create(pack.paths.run_path("my run ü"))
     run.write_status(run_dir.Status(state="finished", step=2, pid=1234, host="secret-host"))
-    log = events.EventLog(run.events_path)
+    log = event_log.EventLog(run.events_path)
     log.write(events.StepEvent(step=1, total=2, loss=3.0))
     log.write(events.ErrorEvent(code="crash", message="boom", traceback="secret traceback"))
     log.close()

@@ -130,11 +130,11 @@ def run(pack):
 
 
 def finish(pack, run, step):
-    events = pack.engine("runs.events")
+    events, event_log = pack.engine("runs.events"), pack.engine("runs.event_log")
     run.checkpoints.mkdir(exist_ok=True)
     path = run.checkpoints / f"lora_weights_step_{step:05d}.safetensors"
     save_file({"diffusion_model.a.lora_A.weight": torch.full((2, 4), float(step))}, path)
-    log = events.EventLog(run.events_path)
+    log = event_log.EventLog(run.events_path)
     for n in range(1, step + 1):
         log.write(events.StepEvent(step=n, total=step, loss=1.0 / n))
     log.write(events.LoraEvent(step=step, path=f"checkpoints/{path.name}", final=True))

@@ -1,4 +1,4 @@
-// What a run has done so far, rebuilt from its events: the same rules as ltx_train/runs/events.py has.
+// What a run has done so far, rebuilt from its events: the same rules as ltx_train/runs/history.py has.
 
 export class History {
   constructor() {

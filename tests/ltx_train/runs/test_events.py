@@ -6,19 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ltx_train.runs.events import (
-    EVENTS,
-    Event,
-    EventLog,
-    History,
-    JobEvent,
-    StateEvent,
-    StepEvent,
-    WarningEvent,
-    event_schema,
-    last_seq,
-    read_events,
-)
+from ltx_train.runs.event_log import EventLog, last_seq, read_events
+from ltx_train.runs.events import EVENTS, Event, JobEvent, StateEvent, StepEvent, WarningEvent, event_schema
+from ltx_train.runs.history import History
 
 SCHEMA = Path(__file__).parents[2] / "snapshots" / "events.schema.json"
 
