@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .transfer import upload
 
+TOKEN_LIMITS = {"t5": 256, "gemma3": 1024, "gemma4": 1024}
+"""The most tokens of a caption that a text encoder reads: LTX-Video's and LTX-2's own inference."""
+
 
 @dataclass(frozen=True)
 class TextFeatures:

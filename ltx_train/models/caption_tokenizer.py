@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingPackage
+from ..text import TOKEN_LIMITS
 from .weights import WeightSource
 
-LIMITS = {"t5": 256, "gemma3": 1024, "gemma4": 1024}  # tokens: LTX-Video's and LTX-2's own inference
 _JSON = "tokenizer.json"
 _PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.model", "spm.model")
 
@@ -88,7 +88,7 @@ class CaptionTokenizer:
         tokenizer.no_padding()
         special = lambda token, default: default if (found := tokenizer.token_to_id(token)) is None else found  # noqa: E731
         bos, eos = special("<bos>", 2), special("</s>" if kind == "t5" else "<eos>", 1)
-        return cls(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, kind, bos, eos, LIMITS[kind])
+        return cls(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, kind, bos, eos, TOKEN_LIMITS[kind])
 
     @classmethod
     def _of_pieces(cls, kind: str, content: bytes) -> CaptionTokenizer:
@@ -102,7 +102,7 @@ class CaptionTokenizer:
         except RuntimeError as error:
             raise CheckpointError("tokenizer.damaged", "The sentencepiece model of the text encoder cannot be read.", f"{error}. {_where(kind)}") from error
         bos, eos = (default if found < 0 else found for found, default in ((pieces.bos_id(), 2), (pieces.eos_id(), 1)))
-        return cls(lambda text: pieces.EncodeAsIds(text), kind, bos, eos, LIMITS[kind])
+        return cls(lambda text: pieces.EncodeAsIds(text), kind, bos, eos, TOKEN_LIMITS[kind])
 
 
 def _in_path(path: Path) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
@@ -30,9 +30,11 @@ class Codec(Protocol):
     """What preprocess and validation need of a model's VAEs and text encoder. One model is in memory at a time.
 
     kind: ``engine`` or ``comfyui``; with the fingerprint it is part of every cache key.
+    cut: of the last ``encode_text``, the captions longer than the encoder reads, with (their tokens, those kept).
     """
 
     kind: str
+    cut: Mapping[str, tuple[int, int]]
 
     def fingerprint(self, component: CodecComponent) -> str:
         """A short text that changes whenever the component would give other numbers."""
@@ -77,6 +79,7 @@ class EngineCodec:
     ) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, torch.device(device), dtype
         self.tiling, self.load_text_encoder_in_8bit, self.seed = tiling, load_text_encoder_in_8bit, seed
+        self.cut: Mapping[str, tuple[int, int]] = {}
         self._loaded: tuple[str, object] | None = None
 
     def fingerprint(self, component: CodecComponent) -> str:
@@ -109,7 +112,10 @@ class EngineCodec:
         return self._audio("decoder").decode(latents)
 
     def encode_text(self, captions: list[str]) -> list[TextFeatures]:
-        return self._text().encode(captions)
+        encoder = self._text()
+        features = encoder.encode(captions)
+        self.cut = {captions[t.index]: (t.tokens, t.kept) for t in encoder.truncated}
+        return features
 
     def release(self, component: CodecComponent | None = None) -> None:
         if self._loaded is None or (component is not None and not self._loaded[0].startswith(component)):

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DataError
-from ..text import Context, TextFeatures
-from .caption_tokenizer import LIMITS
+from ..text import TOKEN_LIMITS, Context, TextFeatures
 from .weights import WeightSource, load_weights
 
 if TYPE_CHECKING:
@@ -257,7 +256,7 @@ class Connectors:
         return tokens.to(self.device)
 
     def _masked(self, features: list[TextFeatures]) -> Context:
-        size = max(LIMITS["t5"], *(len(f.video) for f in features))
+        size = max(TOKEN_LIMITS["t5"], *(len(f.video) for f in features))
         video = torch.zeros(len(features), size, features[0].video.shape[-1], dtype=self.dtype, device=self.device)
         mask = torch.zeros(len(features), size, dtype=torch.bool, device=self.device)
         for row, item in enumerate(features):

@@ -45,7 +45,9 @@ def models(nodes, case):
         audio = nodes.VAELoader().load_vae(case["audio_vae"])[0]
     elif case["family"] != "ltxv-2b":
         audio = sound.LTXVAudioVAELoader.execute(case["model"]).result[0]
-    if case.get("encoder"):
+    if case.get("encoder") and case["family"] in ("ltxv-2b", "ltx2.5"):
+        clip = nodes.CLIPLoader().load_clip(case["encoder"], "ltxv")[0]
+    elif case.get("encoder"):
         clip = sound.LTXAVTextEncoderLoader.execute(case["encoder"], case["model"]).result[0]
     return vae, audio, clip
 

@@ -1,4 +1,4 @@
-"""For tests only, a ComfyUI pack: lets tiny Gemma 3 files load (their sizes are in ComfyUI's code), and gives random conditioning."""
+"""For tests only, a ComfyUI pack: lets tiny text encoders load (their sizes are in ComfyUI's code), and gives random conditioning."""
 
 import importlib.util
 import json
@@ -20,6 +20,10 @@ def _shrunk(**overrides):
 
 if _sizes:
     llama.Gemma3_12B_Config = _shrunk
+if os.environ.get("LTX_TINY_ENCODERS"):
+    from .encoders import shrink
+
+    shrink(json.loads(os.environ["LTX_TINY_ENCODERS"]))
 
 
 class LtxTestConditioning:
