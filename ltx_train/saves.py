@@ -125,19 +125,15 @@ class Saves:
 
     # -- going on --
     def restore(self, mean: RunningMean) -> int:
-        """Go on from the newest snapshot of this run that verifies; a damaged one is told and passed over. The step."""
+        """Go on from the newest snapshot of this run that verifies (a damaged one is told and passed over), else from its newest weights. The step."""
         damaged = lambda path, why: self.live.warn("snapshot.damaged", f"{path.name} is damaged and passed over: {why}")  # noqa: E731
         path = newest_valid(self.live.dir.path, damaged)
         if path is None:
-            return self.take_up(mean)
+            return self.own_weights() or self.take_up(mean)
         snapshot = load_snapshot(path)
         if snapshot.state["identity"] != self.parts.identity:
             changed = [k for k, v in self.parts.identity.items() if snapshot.state["identity"].get(k) != v]
-            raise RunError(
-                "run.identity",
-                f"The snapshot {path.name} belongs to another training: {', '.join(changed)} changed.",
-                "Use another run name (or output_dir), or put the old value back. Nothing was overwritten.",
-            )
+            raise self.other_training(path, changed)
         self.adopt(snapshot, mean)
         self.saved_at = snapshot.step
         if self.lora_path(snapshot.step).exists():
@@ -150,6 +146,37 @@ class Saves:
         mean.total, mean.weight = snapshot.state["loss_mean"]
         if self.parts.scaler.is_enabled():
             self.parts.scaler.load_state_dict(snapshot.state["scaler"])
+
+    def own_weights(self) -> int:
+        """Without a snapshot (``save_training_state: off``): go on from the newest weights this run has written. The step; 0 for none.
+
+        The optimizer and the average start afresh; data, noise and schedule go on at that step.
+        """
+        folder, pattern = self.live.dir.checkpoints, self.lora_path(0).name.replace("00000", "*")
+        steps = {int(path.stem.rpartition("_")[2]): path for path in folder.glob(pattern) if path.stem.rpartition("_")[2].isdigit()}
+        if not steps or self.config.checkpoints.no_resume:
+            return 0
+        step = max(steps)
+        path = steps[step]
+        changed = self.parts.trainable.other_origin(path)
+        if changed:
+            raise self.other_training(path, changed)
+        taken = self.parts.trainable.warm_start(path)
+        if self.parts.ema is not None:
+            self.parts.ema.load_state_dict(self.parts.trainable.state_dict())
+        self.live.warn(
+            "resume.own_weights", f"Going on at step {step} from {path.name}: the run has no snapshot.",
+            f"{taken}. The optimizer starts afresh, so this is not bit for bit the run without a pause. checkpoints.save_training_state: full keeps snapshots.",
+        )  # fmt: skip
+        self.lora_at = step
+        return step
+
+    def other_training(self, path: Path, changed: list[str]) -> RunError:
+        """The error of a snapshot or result file in the run's folder that another training left."""
+        return RunError(
+            "run.identity", f"{path.name} belongs to another training: {', '.join(changed)} changed.",
+            "Use another run name (or output_dir), or put the old value back. Nothing was overwritten.",
+        )  # fmt: skip
 
     def take_up(self, mean: RunningMean) -> int:
         """A new run from ``model.load_checkpoint`` goes on at that file's step where its state lies beside it (no_resume: never).

@@ -41,6 +41,15 @@ class LoraResult(Trainable):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.adapters.load_state_dict(state)
 
+    def warm_start(self, path: Path) -> str:
+        """See :class:`Trainable`: a LoRA of any layout and rank; its strength is kept."""
+        return warm_start(self.adapters, read_lora(path, self.shapes)).summary()
+
+    def other_origin(self, path: Path) -> list[str]:
+        """See :class:`Trainable`: base model and dataset, as the metadata have them (a changed setting makes another run already)."""
+        theirs = read_lora(path, self.shapes).metadata
+        return [name for name in ("base", "dataset") if getattr(theirs, name) != getattr(self.metadata, name)]
+
     def write(self, path: Path, step: int) -> int:
         """See :class:`Trainable`: every key is found in the base model, finite, and not zero."""
         write_lora(path, self.adapters, replace(self.metadata, steps=step), self.dtype)
@@ -65,22 +74,20 @@ def build_trainable(
     parallel: Parallel,
 ) -> Trainable:  # fmt: skip
     """The adapter (or all weights), warm-started where a checkpoint is given."""
+    trained: Trainable
+    dtype = config.checkpoints.dtype
     if config.model.training_mode == "full":
-        dtype = config.checkpoints.dtype
-        weights = FullWeights(transformer, checkpoint, dtype) if parallel.world == 1 else ShardedWeights(transformer, checkpoint, dtype, parallel)
-        if config.model.load_checkpoint:
-            path = newest_weights(Path(config.model.load_checkpoint).expanduser())
-            weights.warm_start(path)
-            live.warn("full.warm_start", f"Started from {path.name}.")
-        return weights
-    shapes = base_shapes(transformer)
-    adapters = attach(transformer, config.lora, seed=config.seed, streams=strategy.streams().present)
-    for pattern in adapters.unmatched_targets:
-        live.warn("lora.target_unmatched", f"lora.target_modules: {pattern} matches no module of this model.")
+        trained = FullWeights(transformer, checkpoint, dtype) if parallel.world == 1 else ShardedWeights(transformer, checkpoint, dtype, parallel)
+    else:
+        shapes = base_shapes(transformer)
+        adapters = attach(transformer, config.lora, seed=config.seed, streams=strategy.streams().present)
+        for pattern in adapters.unmatched_targets:
+            live.warn("lora.target_unmatched", f"lora.target_modules: {pattern} matches no module of this model.")
+        trained = LoraResult(adapters, lora_metadata(config, strategy, checkpoint, dataset), dtype, shapes)
     if config.model.load_checkpoint:
-        found = warm_start(adapters, read_lora(newest_weights(Path(config.model.load_checkpoint).expanduser()), shapes))
-        live.warn("lora.warm_start", f"Started from {Path(config.model.load_checkpoint).name}: {found.summary()}.")
-    return LoraResult(adapters, lora_metadata(config, strategy, checkpoint, dataset), config.checkpoints.dtype, shapes)
+        path = newest_weights(Path(config.model.load_checkpoint).expanduser())
+        live.warn(f"{config.model.training_mode}.warm_start", f"Started from {path.name}: {trained.warm_start(path)}.")
+    return trained
 
 
 def newest_weights(path: Path) -> Path:

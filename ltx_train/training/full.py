@@ -72,11 +72,12 @@ class FullWeights(Trainable):
             master.copy_(self._part(name, state))
         self.publish()
 
-    def warm_start(self, path: Path) -> None:
-        """Start from the weights of a model file, ours or the official trainer's. Raises ConfigError when they do not fit."""
+    def warm_start(self, path: Path) -> str:
+        """See :class:`Trainable`: a model file, ours or the official trainer's. Raises ConfigError when it does not fit."""
         names = list(LazyTensors(path))
         prefix = next(p for p in PREFIXES if any(n.startswith(f"{p}transformer_blocks.") for n in names) or not p)
         self.load_state_dict(_Renamed(LazyTensors(path), prefix, set(self.masters)))
+        return f"{len(self.masters)} tensors taken over"
 
     def _part(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
         """What this process holds of a saved tensor."""

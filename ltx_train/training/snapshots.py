@@ -36,7 +36,7 @@ class CheckpointsSection(Section):
     precision: Literal["bfloat16", "float32"] = Field("bfloat16", description="Number format of the saved LoRA or model.")
     no_resume: bool = Field(False, description="Take only the weights of model.load_checkpoint, not its step and state.")
     save_training_state: Literal["full", "minimal", "off"] = Field(
-        "full", description="full: exact resume. minimal: no optimizer state, which then starts afresh. off: weights only, no resume."
+        "full", description="full: exact resume. minimal: no optimizer state, which then starts afresh. off: weights only, from the newest of which a restart goes on, less exactly."
     )
 
     park_minutes: float = Field(

@@ -37,6 +37,14 @@ class Trainable:
         """Save the result file, open it again and check it; the number of its modules."""
         raise AssertionError("each kind has its own")
 
+    def warm_start(self, path: Path) -> str:
+        """Start from the weights of a result file, ours or another tool's; what was taken, in words. Raises LtxTrainError when it does not fit."""
+        raise AssertionError("each kind has its own")
+
+    def other_origin(self, path: Path) -> list[str]:
+        """What a result file says of its origin that is not so here, by name: none for a file of this very training."""
+        return []
+
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named_parameters().values())
 
