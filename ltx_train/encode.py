@@ -122,12 +122,18 @@ class Preprocessor:
 
     def encode_texts(self, texts: Iterable[str]) -> None:
         missing = [t for t in self.share(texts) if not self.cache.has(self.text_key(t))]
+        cut: dict[str, tuple[int, int]] = {}
         for start in range(0, len(missing), TEXT_BATCH):
             self.report.check()
             batch = missing[start : start + TEXT_BATCH]
             for text, features in zip(batch, self.codec.encode_text(batch)):
                 self.cache.put_text(self.text_key(text), features, text)
+            cut |= self.codec.cut
             self.report.progress("encode text", start + len(batch), len(missing), unit="captions")
+        if cut:
+            named = "\n".join(f"{tokens} tokens: {text[:80]}" for text, (tokens, _) in list(cut.items())[:20])
+            limit = next(iter(cut.values()))[1]
+            self.report.warn("caption.cut", f"Captions longer than the {limit} tokens that are read, their ends cut off: {len(cut)}.", named)
 
     # -- pictures, references and masks --
     def picture_keys(self, piece: ClipPlan) -> dict[str, str]:

@@ -24,7 +24,7 @@ CODES: dict[str, Kind] = {
     "row.broken": Kind(True, "Correct this line of the dataset file."),
     "caption.missing": Kind(True, "Write a caption (.txt beside the clip or the caption column), or choose another caption policy."),
     "caption.guessed_encoding": Kind(False, "The text is not UTF-8: it was read as Windows-1252. Save it as UTF-8 to be sure."),
-    "caption.long": Kind(False, "The text encoder reads 1,024 tokens; the rest of the caption is cut off."),
+    "caption.long": Kind(False, "The text encoder reads 1,024 tokens (T5: 256); the rest of the caption is cut off."),
     "repeats.folder": Kind(False, "Repeats come from the folder's name (N_name); set kohya_repeats to false if that is not meant."),
     # files
     "media.empty": Kind(True, "The file has 0 bytes: copy it again."),

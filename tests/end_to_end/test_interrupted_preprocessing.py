@@ -36,7 +36,7 @@ LONG = os.environ.get("LTX_TRAIN_LONG") == "1"
 class Noting:
     """A codec that makes latents by pooling and notes in a file what it is given, before it works for a moment."""
 
-    kind = "engine"
+    kind, cut = "engine", {}
 
     def __init__(self, log, delay=0.0, on_encode=None):
         self.log, self.delay, self.on_encode, self.calls = log, delay, on_encode, 0

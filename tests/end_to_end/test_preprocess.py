@@ -11,7 +11,7 @@ import torch
 
 from ltx_train.data.cache import Manifest
 from ltx_train.data.dataset import DataSection
-from ltx_train.encode import Target
+from ltx_train.encode import Preprocessor, Target
 from ltx_train.errors import StopRequested
 from ltx_train.preprocess import preprocess
 from ltx_train.tiny import media
@@ -82,6 +82,15 @@ def test_nothing_is_encoded_twice_and_what_changed_once(home, tmp_path, clips):
     assert encode(model, clips, cache) == (0, 0, 0), "a renamed clip is the same clip"
     (cache / "video").rename(tmp_path / "gone")
     assert encode(model, clips, cache) == (4, 0, 0), "what was deleted"
+
+
+def test_a_caption_that_is_cut_is_told(home, tmp_path):
+    report, checkpoint = Quiet(), open_tiny(home.model("ltx2.3"))
+    section = DataSection(dataset=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    worker = Preprocessor(section, Target.of(checkpoint), Counting(checkpoint), report)
+    worker.encode_texts(["short", "word " * 400])
+    worker.encode_texts(["short", "word " * 400])
+    assert report.warnings == [("caption.cut", "Captions longer than the 1024 tokens that are read, their ends cut off: 1.")]
 
 
 def test_a_changed_model_encodes_what_it_must(home, tmp_path, clips):
