@@ -275,7 +275,7 @@ def build_feed(
     streams = strategy.streams().present
     batches = Batches(
         dataset, sampler, contexts, workers=config.data.num_dataloader_workers, rank=parallel.rank, world=parallel.world,
-        caption_dropout=config.data.caption_dropouts, with_audio="audio" in streams, empty_text=empty_text,
+        caption_dropout=config.data.caption_dropouts, with_audio="audio" in streams, empty_text=empty_text, warn=live.warn,
     )  # fmt: skip
     first = batches.get(0, 0)
     grids = {m: latents.grid for m in streams if (latents := getattr(first, m)) is not None}

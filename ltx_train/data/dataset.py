@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
@@ -21,6 +20,7 @@ from .buckets import ClipOptions
 from .cache import Cache, Manifest
 from .items import Item, TrainingDataset
 from .precomputed import PrecomputedDataset, find_root
+from .reading import Key, Reader, Warn
 from .sampler import BucketSampler, Stage, Unit
 from .sources import Captions, FolderSource, Sample, TableSource, open_source, with_kind
 
@@ -52,7 +52,7 @@ class DataSection(Section):
     """The data: the official preprocessed_data_root and num_dataloader_workers, and a dataset to preprocess itself."""
 
     preprocessed_data_root: str | None = Field(None, description="Folder of a cache of ours or of the official .precomputed layout.")
-    num_dataloader_workers: int = Field(2, ge=0, le=64, description="Threads that load batches ahead.")
+    num_dataloader_workers: int = Field(2, ge=0, le=64, description="Threads that load batches ahead; where one fails, the main process reads its clips.")
     dataset: str | None = Field(None, description="Folder of clips, or a .csv, .json or .jsonl file, to preprocess before training.")
     sources: list[Annotated[FolderSource | TableSource, Discriminator("kind"), BeforeValidator(with_kind)]] = Field(
         default_factory=list, description="Several datasets, each with its own settings."
@@ -294,11 +294,12 @@ class Batches:
     """Batches by (step, micro-step), loaded ahead by threads; order and content are the sampler's alone.
 
     with_audio: fill silence with zeros even where a whole batch has none, so that every rank runs the same network.
+    warn: is told (code, message, hint) when a thread fails; its clips are read again where they are needed.
     """
 
     def __init__(
         self, dataset: TrainingDataset, sampler: BucketSampler, contexts: ContextStore, *, workers: int = 2, rank: int = 0, world: int = 1,
-        caption_dropout: CaptionDropout | float = 0.0, with_audio: bool = True, empty_text: str | None = None,
+        caption_dropout: CaptionDropout | float = 0.0, with_audio: bool = True, empty_text: str | None = None, warn: Warn = lambda code, message, hint: None,
     ) -> None:  # fmt: skip
         self.dataset, self.sampler, self.contexts = dataset, sampler, contexts
         self.dropout = caption_dropout if isinstance(caption_dropout, CaptionDropout) else CaptionDropout(caption_dropout)
@@ -306,13 +307,11 @@ class Batches:
         self.template = dataset.audio_grid if with_audio else None
         if self.dropout and self.empty is None:
             raise DataError("data.empty_caption", "Caption dropout needs the empty caption, which this cache lacks.", "Preprocess again with caption_dropout set, or set it to 0.")
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="load-batches") if workers else None
-        self._ahead = max(1, workers)
-        self._waiting: dict[tuple[int, int], Future[list[Item]]] = {}
+        self._reader, self._ahead = Reader(self._load, workers, warn, self._names), workers
 
     def get(self, step: int, micro: int = 0) -> Batch:
         """The batch of a micro-step; the following ones are loaded meanwhile."""
-        items = self._items(step, micro)
+        items = self._reader.get(list(self._following(step, micro)))
         return collate(items, self._context(items, step, micro), self.template)
 
     def _context(self, items: Sequence[Item], step: int, micro: int) -> Context:
@@ -332,27 +331,21 @@ class Batches:
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
 
-    def _items(self, step: int, micro: int) -> list[Item]:
-        if self._pool is None:
-            return self._load(step, micro)
-        upcoming = list(self._following(step, micro))
-        for key in list(self._waiting):
-            if key not in upcoming:
-                self._waiting.pop(key).cancel()
-        for key in upcoming:
-            if key not in self._waiting:
-                self._waiting[key] = self._pool.submit(self._load, *key)
-        return self._waiting.pop((step, micro)).result()
-
-    def _following(self, step: int, micro: int) -> Iterator[tuple[int, int]]:
+    def _following(self, step: int, micro: int) -> Iterator[Key]:
+        """This micro-step and those that come next, as many as there are threads."""
         for _ in range(self._ahead + 1):
             yield step, micro
             micro += 1
             if micro == self.sampler.accumulation:
                 step, micro = step + 1, 0
+
+    def _names(self, step: int, micro: int) -> list[str]:
+        """What the samples of a micro-step are called: their ids where a manifest knows them, else their numbers."""
+        entries = getattr(getattr(self.dataset, "manifest", None), "entries", None)
+        indices = self.sampler.batch_ids(step, micro, self.rank, self.world)
+        return [entries[i].id if entries is not None else f"number {i + 1}" for i in indices]
 
     def _load(self, step: int, micro: int) -> list[Item]:
         return [self.dataset.item(i) for i in self.sampler.batch_ids(step, micro, self.rank, self.world)]

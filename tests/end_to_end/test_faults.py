@@ -1,7 +1,10 @@
 """What goes wrong in real life: each fault is named, costs as little as it can, and harms nothing that was good."""
 
+import ctypes
 import math
 import shutil
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +18,7 @@ from ltx_train.models.codec import EngineCodec
 from ltx_train.runs.events import SampleEvent, StepEvent, WarningEvent
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.training.snapshots import load_snapshot
-from tests.end_to_end.corridor import Done, same, train
+from tests.end_to_end.corridor import Done, at_step, same, train
 
 ONE = {"batch_size": 1, "scheduler_type": "constant"}
 
@@ -176,10 +179,15 @@ def test_fewer_clips_than_a_batch(home, tmp_path):
     assert done.warnings == ["data.small_group"] and len(done.losses) == 2
 
 
+@pytest.fixture(scope="module")
+def whole(home, tmp_path_factory):
+    """Five steps on a cache that nothing happens to, read without workers."""
+    return train(settings(home, tmp_path_factory.mktemp("whole") / "run", home.cache("ltx2.3", home.clips), data={"num_dataloader_workers": 0}))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_cache_file_that_is_gone(home, tmp_path, cache, workers):
+def test_a_cache_file_that_is_gone(home, tmp_path, cache, whole, workers):
     """The run ends naming it, with a snapshot of the step before: after preprocessing again nothing is lost."""
-    whole = train(settings(home, tmp_path / "whole", cache, data={"num_dataloader_workers": 0}))
     entry = Manifest.read(cache).entries[0]
     gone = Cache(cache).path(entry.audio)
     kept = gone.read_bytes()
@@ -191,6 +199,42 @@ def test_a_cache_file_that_is_gone(home, tmp_path, cache, workers):
     gone.write_bytes(kept)
     resumed = train(config)
     assert same(whole.snapshot, resumed.snapshot) and whole.losses == resumed.losses
+
+
+def test_a_dead_data_worker(home, tmp_path, cache, whole):
+    """It is named, and the run goes on without it to the very same end."""
+    others = set(threading.enumerate())
+
+    def kill():
+        """End the thread that loads batches, from outside and while it has nothing to do."""
+        (thread,) = [t for t in threading.enumerate() if t not in others and t.name.startswith("load-batches")]
+        time.sleep(0.1)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+    config = settings(home, tmp_path / "run", cache, data={"num_dataloader_workers": 1})
+    done = train(config, lambda live: at_step(live, 2, kill))
+    (warning,) = done.events(WarningEvent)
+    assert warning.code == "data.worker" and "load-batches_0" in warning.message and "main process" in warning.hint
+    assert same(whole.snapshot, done.snapshot) and whole.losses == done.losses
+
+
+def test_a_data_worker_that_fails_where_the_main_process_does_too(home, tmp_path, cache, whole, monkeypatch):
+    """The run ends with the clip's name and what the worker said; the steps before are kept, and it goes on from there."""
+    config = settings(home, tmp_path / "run", cache)
+    original, ids = Cache.get_latents, [e.id for e in Manifest.read(cache).entries]
+
+    def broken(self, key):
+        if key == Manifest.read(cache).entries[3].video:
+            raise ValueError("the decoder of this disk gave up")
+        return original(self, key)
+
+    monkeypatch.setattr(Cache, "get_latents", broken)
+    with pytest.raises(DataError) as caught:
+        train(config)
+    monkeypatch.undo()
+    assert caught.value.code == "data.read" and "the decoder of this disk gave up" in caught.value.message and ids[3] in caught.value.hint
+    assert left(tmp_path / "run").warnings == ["data.worker"]
+    assert same(whole.snapshot, train(config).snapshot)
 
 
 def test_a_damaged_cache_file(home, tmp_path, cache):
