@@ -12,7 +12,7 @@ from ..ltx_train.config import ValidationSection
 from ..ltx_train.sampling.recipe import MODEL_NUMBERS
 from . import paths, schema
 
-RECIPE = ("sampler", "eta", "schedule", "schedule_tokens", "cfg_star")
+RECIPE = ("sampler", "eta", "schedule", "cfg_star")
 OWN_RECIPE, BY_HAND = "the model's own", "by hand"
 
 
@@ -56,6 +56,9 @@ def model_numbers() -> list[io.Input]:
             made.append(io.String.Input(name, default="", **common))
         elif name == "inference_steps":
             made.append(io.Int.Input(name, default=-1, min=-1, max=1000, **common))
+        elif name == "schedule_tokens":
+            common["tooltip"] += " 0: none."
+            made.append(io.Int.Input(name, default=-1, min=-1, max=1_000_000, **common))
         else:
             made.append(io.Float.Input(name, default=-1.0, min=-1.0, max=100.0, step=0.1, **common))
     return made
@@ -71,7 +74,7 @@ def recipe_of(widgets: Mapping[str, Any]) -> dict[str, Any]:
         value = given.get(name)
         if name == "stg_blocks":
             if str(value or "").strip():
-                found[name] = [int(part) for part in schema.lines_of(str(value).replace(",", ";"))]
+                found[name] = schema.lines_of(str(value).replace(",", ";"))
         elif value is not None and value >= 0:
-            found[name] = value
+            found[name] = None if name == "schedule_tokens" and value == 0 else value
     return found

@@ -70,7 +70,15 @@ class TransformerConfig:
 class SamplingDefaults:
     """The vendor's inference numbers of a family's base (not distilled) model.
 
-    stg_blocks: blocks whose self-attention is skipped. distilled_steps: steps of its distilled model (guidance off).
+    stg_blocks: blocks whose self-attention is skipped. schedule_tokens: what the schedule is shifted for; None: each sample's
+    own tokens. distilled_steps: steps of its distilled model (guidance off).
+
+    Sources. LTX-Video: the repository Lightricks/LTX-Video at 5260738. 2B: configs/ltxv-2b-0.9.5.yaml, the same as 0.9 to
+    0.9.6-dev. 13B: configs/ltxv-13b-0.9.8-dev.yaml has 30 steps and most often skips block 28; its guidance changes along
+    the schedule (prompt 1 to 8, STG 0 to 4, rescale 0.5 to 1) and in a second pass, which one constant cannot follow, so
+    that the 2B's 3, 1 and 0.7 stand here. Shift by the sample's tokens: schedulers/rf.py; recompression 29:
+    pipelines/crf_compressor.py. LTX-2, 2.3, 2.5: Lightricks/LTX-2 at 400fd31, ltx_pipelines' constants (40 steps and
+    block 29, then 30 and 28; CRF 33, from 2.4 on 18); ComfyUI's own guidance nodes start from the same numbers.
     """
 
     steps: int
@@ -81,6 +89,7 @@ class SamplingDefaults:
     modality_scale: float
     guidance_rescale: float
     image_crf: int
+    schedule_tokens: int | None = 4096
     distilled_steps: int = 8
 
 
@@ -147,12 +156,12 @@ FAMILIES: dict[str, Family] = {
     for f in (
         Family(
             "ltxv-2b", "LTX-Video 2B (0.9.0 to 0.9.8)", False, "t5", "t5", (4096,),
-            SamplingDefaults(40, 3.0, 1.0, 1.0, (19,), 1.0, 0.7, 33), "ltxv-2b-0.9.5", ("Lightricks/LTX-Video",),
+            SamplingDefaults(40, 3.0, 1.0, 1.0, (19,), 1.0, 0.7, 29, schedule_tokens=None), "ltxv-2b-0.9.5", ("Lightricks/LTX-Video",),
             _unified("ltxv-2b-0.9.6-dev-04-25.safetensors or another full ltxv-2b file", _T5),
         ),
         Family(
             "ltxv-13b", "LTX-Video 13B (0.9.7, 0.9.8)", False, "t5", "t5", (4096,),
-            SamplingDefaults(30, 3.0, 1.0, 1.0, (28,), 1.0, 0.7, 33), "ltxv-13b", ("Lightricks/LTX-Video-0.9.8-13B", "Lightricks/LTX-Video"),
+            SamplingDefaults(30, 3.0, 1.0, 1.0, (28,), 1.0, 0.7, 29, schedule_tokens=None), "ltxv-13b", ("Lightricks/LTX-Video-0.9.8-13B", "Lightricks/LTX-Video"),
             _unified("ltxv-13b-0.9.8-dev.safetensors or another full ltxv-13b file", _T5),
         ),
         Family(

@@ -32,7 +32,7 @@ Dims = tuple[int, int, int]
 
 MODEL_NUMBERS = (
     "inference_steps", "video_cfg_scale", "audio_cfg_scale", "video_stg_scale", "audio_stg_scale", "stg_blocks",
-    "guidance_rescale", "video_modality_guidance_scale", "audio_modality_guidance_scale",
+    "guidance_rescale", "video_modality_guidance_scale", "audio_modality_guidance_scale", "schedule_tokens",
 )  # fmt: skip
 """Numbers that follow the model's own recipe unless they are set by hand."""
 
@@ -119,7 +119,7 @@ class ValidationSection(Section):
         "auto", description="Noise levels; auto: the distilled list for a distilled model, else the shifted schedule."
     )
     sigmas: tuple[float, ...] | None = Field(None, description="Own noise levels, falling to 0, instead of a schedule.")
-    schedule_tokens: int | None = Field(4096, ge=1, description="Tokens that the shift is for (official: always 4096); None: the sample's own.")
+    schedule_tokens: int | None = Field(4096, ge=1, description="Tokens that the shift is for: 4096 from LTX-2 on; None: the sample's own, as LTX-Video has it.")
     cfg_star: bool = Field(False, description="CFG-Zero*: project the unguided prediction before prompt guidance.")
     guidance_passes: Literal["auto", "together", "one_by_one"] = Field("auto", description="Guidance passes in one forward (more memory) or one after the other.")
     image_crf: int | None = Field(None, ge=0, le=51, description="H.264 recompression of given first frames; None: as the model's inference; 0: none.")
@@ -193,7 +193,7 @@ class ValidationSection(Section):
     def recipe(self, family: Family, *, distilled: bool = False, config: Mapping[str, Any] | None = None, num_layers: int | None = None, tokens: int = 4096) -> Recipe:
         """Schedule and guidance for a model: its family's numbers, or those of distilled models, where none is set by hand.
 
-        config: the checkpoint's config sections. num_layers: its blocks. tokens: of the sample, for schedule_tokens None.
+        config: the checkpoint's config sections. num_layers: its blocks. tokens: of the sample, where the shift is for them.
         """
         own = self._numbers(family, distilled, num_layers)
         guidance = StreamGuidance(
@@ -202,7 +202,8 @@ class ValidationSection(Section):
             own["stg_blocks"],
         )
         crf = family.sampling.image_crf if self.image_crf is None else self.image_crf
-        return Recipe(self._schedule(family, distilled, config, own["inference_steps"], tokens), guidance, crf)
+        shifted_for = tokens if own["schedule_tokens"] is None else own["schedule_tokens"]
+        return Recipe(self._schedule(family, distilled, config, own["inference_steps"], shifted_for), guidance, crf)
 
     def _numbers(self, family: Family, distilled: bool, num_layers: int | None) -> dict[str, Any]:
         usual = family.sampling
@@ -216,6 +217,7 @@ class ValidationSection(Section):
             guidance_rescale=usual.guidance_rescale,
             video_modality_guidance_scale=usual.modality_scale,
             audio_modality_guidance_scale=usual.modality_scale,
+            schedule_tokens=usual.schedule_tokens,
         )
         if distilled:
             own.update({name: 1.0 for name in own if name.endswith(("cfg_scale", "guidance_scale"))})
@@ -237,7 +239,7 @@ class ValidationSection(Section):
             return Schedule(found.sigmas, found.sampler if self.sampler == "auto" else sampler, self.eta)
         if kind in NAMED:
             return Schedule(NAMED[kind], sampler, self.eta)
-        return Schedule(sigma_schedule(steps, tokens=tokens if self.schedule_tokens is None else self.schedule_tokens), sampler, self.eta)
+        return Schedule(sigma_schedule(steps, tokens=tokens), sampler, self.eta)
 
 
 def start_states(
