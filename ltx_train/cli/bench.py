@@ -110,6 +110,8 @@ def run_plan(options: argparse.Namespace) -> int:
     audio = config.training_strategy.streams().audio != "absent"
     work = work_of(config, transformer, video_tokens=tokens[0], audio_tokens=tokens[1] if audio else 0)
     machine = named_machine(options.card, options.ram) if options.card else this_machine(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    if machine.shared and not options.json:
+        show("This machine has no GPU: its RAM stands for the card below. --card 24 plans for a card of 24 GB.", None)
     plan = make_plan(work, machine, config.acceleration)
     total = plan.cost.seconds * config.optimization.steps
     if options.json:
