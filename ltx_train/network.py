@@ -13,6 +13,7 @@ from .memory.capability import Facts
 from .memory.compiling import keep_compiled_code
 from .memory.engine import BlockEngine, EngineSettings
 from .memory.graphs import GraphedPasses
+from .memory.limit import limit_memory
 from .memory.quantization import choose, load_quantized
 from .memory.settings import AccelerationSection
 from .memory.streaming import spread
@@ -43,6 +44,7 @@ def load_network(
     Raises ConfigError for settings that cannot go together.
     """
     check_combination(acceleration, frozen=frozen, own_layers=own_layers, dropout=dropout)
+    limit_memory(device, acceleration.limit_bytes)
     facts = Facts.here(device)
     warn = lambda text: live.warn("quantization.fallback", text)  # noqa: E731
     dtype = acceleration.compute_dtype(device)

@@ -13,6 +13,7 @@ from .data.dataset import DataSection
 from .data.report import Report, make_report, usable_or_raise
 from .encode import Preprocessor, Reporter, Target
 from .errors import DataError
+from .memory.limit import limit_memory
 from .models.codec import Codec, EngineCodec
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def ensure(config: TrainConfig, checkpoint: Checkpoint, live: LiveRun, parallel:
 
 
 def engine_codec(checkpoint: Checkpoint, acceleration, device: torch.device) -> EngineCodec:
-    """The engine's codec as the acceleration settings say: bf16 where the device has it."""
+    """The engine's codec as the acceleration settings say: bf16 where the device has it, within the memory limit."""
+    limit_memory(device, acceleration.limit_bytes)
     dtype = torch.float32 if device.type == "cpu" else acceleration.dtype
     return EngineCodec(checkpoint, device=device, dtype=dtype, load_text_encoder_in_8bit=acceleration.load_text_encoder_in_8bit)
 

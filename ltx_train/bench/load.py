@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,20 +17,15 @@ import torch
 from ..lora.adapters import LoraSection, attach
 from ..memory.settings import AccelerationSection
 from ..models.checkpoint import Checkpoint
-from ..models.families import FAMILIES
-from ..models.transformer import keeps_float32
 from ..network import load_network
-from ..tensorfile import Lazy, save_tensors
 from ..tiny.checkpoints import write_tiny
-from ..tiny.transformer_shapes import transformer_shapes
 from ..training.flow_matching import FlowMatchingSection
 from ..training.optim import OptimizationSection
 from ..training.step import TrainStep
+from .full_model import write_random
 from .link import hold_back
-from .networks import DEVIATION
 from .step import GIB, StepCase, cap, card_name, memory_in_use, random_batch, strategy_of, synchronise
 
-PREFIX = "model.diffusion_model."
 EVERY = 0.01
 """Seconds between two looks at the memory."""
 
@@ -68,23 +62,6 @@ def anonymous() -> int:
         import psutil
 
         return psutil.Process().memory_info().rss
-
-
-def write_random(path: Path, family: str, device: torch.device, config: Mapping[str, object] | None = None) -> Path:
-    """A transformer file of the family's full size (or of ``config``) in random bfloat16, written tensor by tensor; one that is there stays."""
-    if path.exists():
-        return path
-    row = FAMILIES[family]
-    config = config or row.config["transformer"]
-
-    def lazy(name: str, shape: tuple[int, ...]) -> Lazy:
-        dtype = torch.float32 if keeps_float32(name) else torch.bfloat16
-        make = lambda: torch.empty(shape, dtype=dtype, device=device).fill_(1.0) if "norm" in name else torch.empty(shape, dtype=dtype, device=device).normal_(std=DEVIATION)  # noqa: E731
-        return Lazy(shape, dtype, lambda: make().cpu())
-
-    tensors = {PREFIX + name: lazy(name, shape) for name, shape in transformer_shapes(config, row).items()}
-    save_tensors(path, tensors, {"config": json.dumps({"transformer": config})}, what="the random model")
-    return path
 
 
 def measure_load(path: str, case: StepCase, second: str, text_encoder: str | None = None) -> dict[str, object]:

@@ -20,19 +20,19 @@ from ..memory.attention import prefer_attention
 from ..memory.compiling import keep_compiled_code
 from ..memory.engine import EngineSettings
 from ..memory.graphs import GraphedPasses
+from ..memory.limit import limit_memory
 from ..memory.pinned import HostMemory
 from ..models.families import FAMILIES, TransformerConfig
 from ..models.transformer import LTXTransformer
 from ..text import Context
 from ..training.flow_matching import FlowMatchingSection
-from ..training.optim import OptimizationSection
+from ..training.optim import OptimizationSection, can_stay, step_unless
 from ..training.step import TrainStep
+from ..training.trainable import Trainable, clip_gradients
 from .link import hold_back
 from .networks import fast_transformer, full_config, per_token, plain_adapter, plain_transformer
 
 GIB = 1 << 30
-CONTEXT_GIB = 1.2
-"""Of a cap, what the CUDA context, libraries and graphs need outside the allocator."""
 TINY = dict(num_layers=4, num_attention_heads=4, attention_head_dim=32, cross_attention_dim=128, in_channels=128, out_channels=128)
 TINY_AUDIO = dict(audio_num_attention_heads=4, audio_attention_head_dim=32, audio_cross_attention_dim=128)
 
@@ -186,7 +186,7 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     ready = time.perf_counter() - started
     step = TrainStep(model, strategy_of(audio), FlowMatchingSection(), config=config)
     optimizer = OptimizationSection().build_optimizer(adapters.parameters(), in_ram=case.optimizer == "host")
-    found = timed(case, config, device, dtype, step, adapters.parameters(), optimizer, lambda: None)
+    found = timed(case, config, device, dtype, step, optimizer, lambda: update(Adapter(adapters.parameters()), optimizer), lambda: None)
     engine, recorded = model.block_runner, len(model.pass_runner.recordings) if model.pass_runner is not None else 0
     model.block_runner = model.pass_runner = None
     return {**found, "graphs": recorded, "notes": notes or None, "setup_s": round(ready, 1), "uploaded_gb": round(engine.store.uploaded / 1e9 / (case.steps + case.warmup), 2), "pinned_gib": round(memory.pinned / GIB, 2)}
@@ -203,13 +203,43 @@ def measure_plain(case: StepCase, device: torch.device) -> dict[str, object]:
     step = TrainStep(per_token(model), strategy_of(model.has_audio), FlowMatchingSection(), config=config)
     optimizer = OptimizationSection().build_optimizer(parameters)
     autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")  # noqa: E731
-    return timed(replace(case, steps=min(3, case.steps), warmup=1, profile=False, together=1), config, device, dtype, step, parameters, optimizer, autocast)
+
+    def plainly() -> torch.Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        return norm
+
+    return timed(replace(case, steps=min(3, case.steps), warmup=1, profile=False, together=1), config, device, dtype, step, optimizer, plainly, autocast)
 
 
-def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, optimizer, autocast) -> dict[str, object]:
-    """Median seconds of forward, backward, clipping and update, after warm-up; device and host memory at their highest."""
+class Adapter(Trainable):
+    """An adapter's parameters, for the loop's own clipping."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._named = {str(number): p for number, p in enumerate(parameters)}
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._named
+
+
+def update(adapter: Adapter, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Clip and move as the trainer does, which waits for no number of the device where the optimizer can stay by itself."""
+    norm = clip_gradients(adapter, 1.0).total
+    if can_stay(optimizer):
+        step_unless(optimizer, (~torch.isfinite(norm)).float())
+    else:
+        optimizer.step()
+    return norm
+
+
+def timed(case: StepCase, config, device, dtype, step: TrainStep, optimizer, move: Callable[[], torch.Tensor], autocast) -> dict[str, object]:
+    """Median seconds of forward, backward, clipping and update, after warm-up; device and host memory at their highest.
+
+    The steps follow each other as they do in a run: a step takes from the end of the one before to its own, on the device.
+    move: clips the gradients and updates; returns their norm before.
+    """
     batch = random_batch(case, config, device, dtype)
-    losses, seconds, enqueued = [], [], []
+    losses, enqueued = [], []
 
     def one(number: int) -> None:
         with autocast() or _nothing():
@@ -218,8 +248,7 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, op
             else:
                 loss = step(batch, seed=0, step=number, slot=0).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        norm = move()
         optimizer.zero_grad(set_to_none=True)
         losses.append((loss.detach(), norm))
 
@@ -232,13 +261,15 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, op
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
+    synchronise(device)
+    ends = [_now(device)]
     for number in range(case.steps):
-        synchronise(device)
         start = time.perf_counter()
         one(case.warmup + number)
         enqueued.append(time.perf_counter() - start)
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
+        ends.append(_now(device))
+    synchronise(device)
+    seconds = [_between(a, b) for a, b in zip(ends, ends[1:])]
     found = {
         "step_s": round(statistics.median(seconds), 4), "fastest_s": round(min(seconds), 4), "slowest_s": round(max(seconds), 4),
         "enqueue_s": round(statistics.median(enqueued), 4), "first_step_s": round(first, 1), "loss": round(losses[-1][0].item(), 4),
@@ -249,6 +280,19 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, parameters, op
     if case.profile and device.type == "cuda":
         found["profile"] = kernels(lambda: one(99))
     return found
+
+
+def _now(device: torch.device) -> float | torch.cuda.Event:
+    """This moment in what the device has been given to do."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 class _nothing:
@@ -280,9 +324,7 @@ def kernels(one: Callable[[], None]) -> dict[str, list[float]]:
 
 def cap(case: StepCase, device: torch.device) -> None:
     """Make the card a small one, if the case says so."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (case.cap - CONTEXT_GIB) * GIB / total) if case.cap else 1.0, device)
+    limit_memory(device, case.cap * GIB if case.cap else None)
 
 
 def synchronise(device: torch.device) -> None:

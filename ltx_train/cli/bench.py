@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import bench_learning, bench_load, bench_preprocess
+from . import bench_learning, bench_load, bench_preprocess, bench_train
 from .show import positive
 
 
@@ -35,6 +35,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     numerics.add_argument("--out", type=Path, help="append the records to this file too")
     numerics.set_defaults(run=run_numerics)
     bench_load.add(kinds, command_of, show)
+    bench_train.add(kinds, command_of, show)
     bench_learning.add(kinds, show)
     bench_preprocess.add(kinds)
 

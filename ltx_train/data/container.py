@@ -21,9 +21,10 @@ def opened(path: Path) -> Iterator[av.container.InputContainer]:
     """An open container; FFmpeg's errors become MediaError."""
     import av
 
+    # tags may be in any encoding; the file itself must still open. PyAV 19 opens such files by itself and has no such setting.
+    tags = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
-        # metadata may be in any encoding; the file itself must still open
-        container = av.open(str(path), metadata_errors="replace")
+        container = av.open(str(path), **tags)
     except (av.error.FFmpegError, ValueError, UnicodeError) as error:
         raise MediaError("media.unreadable", f"{path.name} cannot be opened: {_words(error)}.") from error
     try:

@@ -9,14 +9,15 @@ import torch
 
 HINT = 4096
 """Tokens assumed where a size is not known while compiling."""
+ATTENTION = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu")
+"""Kernels that torch's partitioner takes for something cheap, which it would always compute again without asking us."""
 
 
 def cost_per_number(node: Any) -> float:
     """Multiplications for one number of a node's result: what computing it again costs, over what keeping it costs.
 
     A matrix product does one for each input feature; attention two for each key. Attention runs at a somewhat lower rate,
-    which keeps it in front of products where both are equal. (torch's partitioner takes cuDNN's attention for something
-    cheap and never asks about it: there it is always computed again.)
+    which keeps it in front of products where both are equal.
     """
     name = str(node.target)
     if "scaled_dot_product" in name:
@@ -59,7 +60,27 @@ def use_in_partitioner(config: Any) -> bool:
             return keep_dearest(memory, [cost_per_number(node) for node in all_recomputable_banned_nodes], max_memory)
 
         def uuid(self) -> str:
-            return "ltx_train dearest first 1"
+            return "ltx_train dearest first 2"
 
     config.activation_memory_budget_solver = DearestFirst()
+    _ask_about_attention()
     return True
+
+
+def _ask_about_attention() -> None:
+    """Put the attention kernels among those that the partitioner asks about."""
+    from torch._functorch import partitioners
+
+    known = getattr(partitioners, "get_default_op_list", None)
+    if known is None or hasattr(known, "known"):
+        return
+
+    def with_attention():
+        kinds = known()
+        for name in ATTENTION:
+            if hasattr(torch.ops.aten, name):
+                kinds.compute_intensive_ops.add(getattr(torch.ops.aten, name))
+        return kinds
+
+    with_attention.known = known
+    partitioners.get_default_op_list = with_attention

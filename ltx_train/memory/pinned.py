@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 
 import torch
 from torch import Tensor
-
-PAGE = 4096
 
 
 class HostMemory:
@@ -31,13 +30,11 @@ class HostMemory:
         if self._free.get(size):
             self._taken.append(self._free[size].pop())
             return self._taken[-1]
-        memory = torch.empty(size + PAGE, dtype=torch.uint8)
-        offset = -memory.data_ptr() % PAGE
-        buffer = memory[offset : offset + size]
+        buffer = _pages(size)
         self.size += size
         if self.pin and size and (self.limit is None or self.pinned + size <= self.limit):
             if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
-                self._registered.append((buffer.data_ptr(), memory))
+                self._registered.append((buffer.data_ptr(), buffer))
                 self.pinned += size
             else:
                 self.pin = False
@@ -56,6 +53,14 @@ class HostMemory:
         self._taken.clear()
         self._free.clear()
         self._finalizer()
+
+
+def _pages(size: int) -> Tensor:
+    """Memory [size] that starts with a page of its own, and whose storage does: torch asks there whether it is page-locked."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=torch.uint8)
 
 
 def _forget_error() -> None:

@@ -87,6 +87,11 @@ class AccelerationSection(Section):
         return self
 
     @property
+    def limit_bytes(self) -> float | None:
+        """``memory_limit_gb`` in bytes."""
+        return None if self.memory_limit_gb is None else self.memory_limit_gb * 1e9
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that mixed_precision_mode names, whatever the machine."""
         return _DTYPES[self.mixed_precision_mode]

@@ -63,10 +63,13 @@ def write_t5(folder: Path, seed: int, *, width: int) -> dict[str, Path]:
     return {"text_encoder": path, "tokenizer": tokenizer}
 
 
-def write_gemma3(folder: Path, seed: int) -> dict[str, Path]:
-    """gemma_3_tiny.safetensors (ComfyUI's single file) and gemma-3-tiny/, the same weights as a Hugging Face folder of two shards."""
-    text = weights(gemma_shapes(GEMMA3), seed, "gemma3")
-    towers = weights(gemma3_tower_shapes(TEXT_WIDTH, GEMMA3_VISION), seed, "gemma3")
+def write_gemma3(folder: Path, seed: int, gemma: Mapping[str, Any] = GEMMA3) -> dict[str, Path]:
+    """gemma_3_tiny.safetensors (ComfyUI's single file) and gemma-3-tiny/, the same weights as a Hugging Face folder of two shards.
+
+    gemma: the text model's config.
+    """
+    text = weights(gemma_shapes(gemma), seed, "gemma3")
+    towers = weights(gemma3_tower_shapes(gemma["hidden_size"], GEMMA3_VISION), seed, "gemma3")
     single = folder / "gemma_3_tiny.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(single, text | towers | {"spiece_model": _bytes(sentencepiece_model("gemma"))}, what="a tiny text encoder")
@@ -74,7 +77,7 @@ def write_gemma3(folder: Path, seed: int) -> dict[str, Path]:
     place.mkdir(exist_ok=True)
     towers = {f"vision_tower.{n}" if n.startswith("vision_model.") else n: t for n, t in towers.items()}
     _shards(place, {f"language_model.{n}": t for n, t in text.items()} | towers)
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": GEMMA3, "vision_config": GEMMA3_VISION, "torch_dtype": "bfloat16"}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": dict(gemma), "vision_config": GEMMA3_VISION, "torch_dtype": "bfloat16"}
     config |= {"boi_token_index": 4, "eoi_token_index": 5, "image_token_index": 6, "mm_tokens_per_image": 256, "eos_token_id": [1, 106]}
     (place / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     (place / "tokenizer.json").write_bytes(tokenizer_json("gemma"))

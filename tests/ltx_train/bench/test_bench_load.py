@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ltx_train.__main__ import main
+from ltx_train.bench.full_model import write_random
 from ltx_train.bench.link import hold_back
-from ltx_train.bench.load import HighWater, _apart, run_load, write_random
+from ltx_train.bench.load import HighWater, _apart, run_load
 from ltx_train.bench.sample import tiny_case
 from ltx_train.memory.streaming import BlockStore
 from ltx_train.models.checkpoint import Checkpoint

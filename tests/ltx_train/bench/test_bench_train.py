@@ -1,0 +1,76 @@
+"""bench train: a tiny real run with previews, a resume and a pause; the full-size files' layout."""
+
+import json
+
+from ltx_train.__main__ import main
+from ltx_train.bench.full_model import write_clips, write_full
+from ltx_train.bench.step import StepCase
+from ltx_train.bench.train import TrainCase, around
+from ltx_train.models.checkpoint import Checkpoint
+from ltx_train.models.families import FAMILIES
+from ltx_train.runs.events import StepEvent
+from ltx_train.tensorfile import Lazy
+
+
+def test_a_tiny_run_is_told_with_its_resume(capsys, tmp_path):
+    assert main(["bench", "train", "--tiny", "--steps", "6", "--resume", "1", "--folder", str(tmp_path)]) == 0
+    first, resumed, step = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["steps"] == [1, 6] and first["snapshots"] and first["step_s"] > 0 and "warnings" not in first
+    assert resumed["steps"] == [7, 7] and resumed["resumed_at"] == 6
+    assert step["train_over_bench_step"] > 0
+
+
+def test_steps_around_previews():
+    seconds = {1: 9.0, 2: 5.0, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0, 7: 3.0, 8: 1.1, 9: 1.1}
+    steps = [StepEvent(step=n, total=9, loss=1.0, seconds=s) for n, s in seconds.items()]
+    found = around(steps, {6})
+    assert found == {"before_preview_s": 1.0, "after_preview_s": 1.1, "next_step_s": [3.0], "after_over_before": 1.1}
+    assert around(steps[:5], {5}) == {}, "nothing after it was timed"
+
+
+def test_the_full_files_have_the_published_layout(tmp_path, monkeypatch):
+    """Headers of the published sizes; the values themselves are left out, as they take 46 GB."""
+    from ltx_train.bench import full_model
+    from ltx_train.tiny.text_encoders import GEMMA3
+
+    written = {}
+
+    def keep(path, tensors, metadata, what):
+        import torch
+
+        from ltx_train.tensorfile import writing_order
+
+        written[path.name] = sum(t.dtype.itemsize * torch.Size(t.shape).numel() for t in tensors.values())
+        header, offset = {"__metadata__": dict(metadata)}, 0
+        from ltx_train.tensorfile import DTYPE_NAMES
+
+        for name in writing_order(tensors):
+            size = tensors[name].dtype.itemsize * torch.Size(tensors[name].shape).numel()
+            header[name] = {"dtype": DTYPE_NAMES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [offset, offset + size]}
+            offset += size
+        text = json.dumps(header).encode()
+        with open(path, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + offset)  # a hole
+        assert any(isinstance(t, Lazy) for t in tensors.values())
+
+    monkeypatch.setattr(full_model, "save_tensors", keep)
+    monkeypatch.setattr(full_model, "write_gemma3", lambda place, seed, gemma: {"text_encoder_folder": place} if gemma["hidden_size"] == 3840 and gemma["head_dim"] == GEMMA3["head_dim"] else None)
+    import torch
+
+    for family in ("ltx2.3", "ltx2.5"):
+        paths = write_full(tmp_path / family, family, torch.device("cpu"))
+        opened = Checkpoint.open(paths["model_path"], video_vae=paths.get("video_vae_path"), audio_vae=paths.get("audio_vae_path"))
+        assert opened.family.name == family and opened.transformer.num_layers == 48
+        assert all(opened.has(name) for name in ("transformer", "connectors", "video_vae", "audio_vae", "vocoder"))
+    assert 38e9 < max(written.values()) < 60e9
+
+
+def test_the_setting_becomes_the_config(tmp_path):
+    setting = StepCase.parse("quantization=int8,resident=0,cap=16,optimizer=host,offload=1,budget=0.2", StepCase())
+    found = TrainCase(setting).acceleration(48)
+    assert (found["stream_blocks"], found["optimizer_in_ram"], found["offload_activations"], found["activation_budget"]) == (48, "on", "on", 0.2)
+    assert round(found["memory_limit_gb"], 2) == 17.18
+    published = FAMILIES["ltx2.3"].config["transformer"]
+    clips = write_clips(tmp_path, "64x64x9", video_width=published["cross_attention_dim"], audio_width=published["audio_cross_attention_dim"], count=1)
+    assert sorted(p.parent.name for p in clips.rglob("*.pt")) == ["audio_latents", "conditions", "latents"]
