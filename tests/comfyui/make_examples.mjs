@@ -26,13 +26,13 @@ const HOW = `
 1. Put your clips into a folder below ComfyUI's **input** or **datasets** folder, with a .txt caption of the same name beside each, and press **R**.
 2. Choose the model and the folder, then **Run**. The dataset node tells what it found in every clip before anything is loaded.
 3. The train node shows loss and previews while a process of its own trains. **Interrupt** saves a snapshot; run it again to go on.
-4. The LoRA lands in \`output/loras/ltx_train/\` and is in LoraLoader's list after pressing **R**; *lora_name* plugs straight into it.`;
+4. The LoRA lands in \`output/loras/ltx_train/\` and is in LoraLoader's list after pressing **R**; *LoRA name* of the train node plugs straight into it.`;
 
 const common = { dataset: "input/my_clips", buckets: "768x512x49;512x768x49" };
 const EXAMPLES = [
   { title: "LTX-2.3 - 1 Character LoRA", line: "LTX-2.3", mode: "i2v_audio", dataset: { ...common, trigger: "ohwx person" }, train: { run_name: "my_character", rank: 32, steps: 2000 }, preview: "ohwx person smiles and waves at the camera, rain on the window", about: "A person, animal or figure with its voice: in half of the clips the first frame is given, so the LoRA serves image to video and text to video. 15 to 40 clips of 2 to 4 seconds are a good start." },
   { title: "LTX-2.3 - 2 Style LoRA from Images", line: "LTX-2.3", mode: "images", dataset: { ...common, buckets: "768x512;512x768;640x640", trigger: "in the style of mystyle" }, train: { run_name: "my_style", rank: 16, steps: 1500 }, preview: "a harbour at dawn, in the style of mystyle", frames: 1, about: "A look from 20 to 200 pictures. Pictures train the video stream alone; clips may be mixed in by adding a bucket with frames." },
-  { title: "LTX-2.3 - 3 Control IC-LoRA", line: "LTX-2.3", mode: "v2v", dataset: { ...common, reference_video: "input/my_references" }, train: { run_name: "my_control", rank: 32, steps: 3000, learning_rate: 2e-4 }, preview: "", about: "A reference clip (depth, pose, edges, or any other version of the clip) steers the result. Each reference has the name of its clip and lies in the folder named under reference_video." },
+  { title: "LTX-2.3 - 3 Control IC-LoRA", line: "LTX-2.3", mode: "v2v", dataset: { ...common, reference_video: "input/my_references" }, train: { run_name: "my_control", rank: 32, steps: 3000, learning_rate: 2e-4 }, preview: "", about: "A reference clip (depth, pose, edges, or any other version of the clip) steers the result. Each reference has the name of its clip and lies in the folder named under *reference video folder*." },
   { title: "LTX-2.3 - 4 Sound LoRA", line: "LTX-2.3", mode: "t2a", dataset: { ...common, buckets: "auto" }, train: { run_name: "my_sound", rank: 32, steps: 3000, learning_rate: 2e-4 }, preview: "footsteps on gravel, a door creaks", sound: true, about: "Sound from text: only the sound stream's weights are loaded. The dataset may be sound files or clips with sound." },
   { title: "LTX-2.3 - 5 Extend and Inpaint LoRA", line: "LTX-2.3", mode: "inpaint_random", dataset: { ...common }, train: { run_name: "my_inpaint", rank: 32, steps: 2000 }, preview: "", modeSettings: true, about: "A new box to fill is drawn in each clip, and in the mode settings a beginning of random length may be given as well: the LoRA learns to fill and to go on." },
   { title: "LTX-2.3 - 6 Preview between Parts", line: "LTX-2.3", mode: "t2v_audio", dataset: { ...common, trigger: "ohwx person" }, train: { run_name: "my_character_parts", rank: 32, steps: 2000, steps_this_run: 250 }, preview: "", sampled: "ohwx person smiles and waves at the camera, rain on the window", about: "Trains 250 steps each time it is queued, then samples with ComfyUI's own nodes and the LoRA of that step: set the number beside **Run** to 8, and each run adds one clip. In between the trainer waits in host memory with the GPU free; the next part goes on within seconds. Both need host memory for the model at the same time." },
@@ -140,8 +140,32 @@ async function open() {
   await page.keyboard.press("Escape");
 }
 
+/** Gives the page the size that shows the whole graph, text and all, between the tool bars; where it then stands. */
+async function wholeGraph() {
+  const scale = 0.72;
+  const left = 110, top = 130, edge = 24, bars = 120;
+  const box = await page.evaluate(() => {
+    const all = window.app.graph.nodes.map((node) => node.getBounding());
+    const low = (k) => Math.min(...all.map((b) => b[k])), high = (k) => Math.max(...all.map((b) => b[k] + b[k + 2]));
+    return { x: low(0), y: low(1), width: high(0) - low(0), height: high(1) - low(1) };
+  });
+  const width = Math.ceil(box.width * scale), height = Math.ceil(box.height * scale);
+  await page.setViewportSize({ width: left + width + bars, height: top + height + bars });
+  await page.waitForTimeout(500);
+  await page.evaluate(({ box, scale, left, top }) => {
+    const { canvas } = window.app;
+    const corner = canvas.canvas.getBoundingClientRect();
+    canvas.ds.scale = scale;
+    canvas.ds.offset = [(left - corner.left) / scale - box.x, (top - corner.top) / scale - box.y];
+    canvas.setDirty(true, true);
+  }, { box, scale, left, top });
+  await page.waitForTimeout(1200);
+  return { x: left - edge, y: top - edge, width: width + 2 * edge, height: height + 2 * edge };
+}
+
 await open();
 await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.Minimap.Visible", false));
+await page.evaluate(() => window.app.extensionManager.setting.set("LiteGraph.Canvas.MinFontSizeForLOD", 0));
 mkdirSync(options.twins, { recursive: true });
 
 for (const one of EXAMPLES.filter((e) => e.title.includes(options.only ?? ""))) {
@@ -186,10 +210,9 @@ for (const one of EXAMPLES.filter((e) => e.title.includes(options.only ?? ""))) 
     delete graph.id;
     return { graph, output };
   }, spec(one));
-  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Canvas.FitView"));
-  await page.waitForTimeout(1200);
+  const clip = await wholeGraph();
   writeFileSync(`${options.examples}/${one.title}.json`, `${JSON.stringify(made.graph, null, 1)}\n`);
   writeFileSync(`${options.twins}/${one.title}.api.json`, `${JSON.stringify(made.output, null, 1)}\n`);
-  await page.screenshot({ path: `${options.examples}/${one.title}.jpg`, type: "jpeg", quality: 72, clip: { x: 110, y: 70, width: 1280, height: 800 } });
+  await page.screenshot({ path: `${options.examples}/${one.title}.jpg`, type: "jpeg", quality: 72, clip });
 }
 await browser.close();
