@@ -71,7 +71,7 @@ class TrainCase:
                 "samples": [{"prompt": "a red ball rolls over a table"}] if self.previews else [], "video_dims": [int(v) for v in s.size.split("x")],
                 "inference_steps": self.preview_steps, "interval": self.previews or None, "skip_initial_validation": True, "generate_audio": s.audio,
             },
-            "checkpoints": {"interval": None},
+            "checkpoints": {"interval": None, **({"save_training_state": "off"} if full else {})},  # 12 bytes a weight: more than the disk of most machines
             "distributed": {"num_processes": self.processes},
             "output_dir": str(folder / "run"),
         })  # fmt: skip
