@@ -64,7 +64,7 @@ class TrainCase:
             "model": {name: str(path) for name, path in model.items()} | {"training_mode": self.mode},
             **({} if full else {"lora": {"rank": s.rank, "alpha": s.rank}}),
             "training_strategy": {"name": "text_to_video", "with_audio": s.audio},
-            "optimization": {"steps": self.steps, "learning_rate": 1e-4, "scheduler_type": "constant", "optimizer_type": self.optimizer},
+            "optimization": {"steps": self.steps, "batch_size": 1, "learning_rate": 1e-4, "scheduler_type": "constant", "optimizer_type": self.optimizer},
             "acceleration": self.acceleration(found.num_layers if s.tiny else row.config["transformer"]["num_layers"]),
             "data": {"preprocessed_data_root": str(clips)},
             "validation": {
@@ -105,8 +105,9 @@ def run_train(case: TrainCase, *, folder: Path | None, step_too: bool, command: 
             torch.cuda.empty_cache()
         found = carried_out(config, part=case.part)
         yield {**about, **found, **told}
-        if case.processes > 1 and "step_s" in found:
-            yield alone(config, found, {**about, "processes": 1}) | told
+        if case.processes > 1:
+            if step_too and "step_s" in found:
+                yield alone(config, found, {**about, "processes": 1}) | told
             return
         if case.resumed and "error" not in found:
             longer = config.model_copy(update={"optimization": config.optimization.model_copy(update={"steps": case.steps + case.resumed})})

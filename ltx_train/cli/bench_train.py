@@ -23,7 +23,7 @@ def add(kinds: argparse._SubParsersAction, command_of, show) -> None:
     train.add_argument("--mode", default="lora", choices=("lora", "full"))
     train.add_argument("--optimizer", default="adamw")
     train.add_argument("--folder", type=Path, help="where the random model and clips are kept; found there they are used again")
-    train.add_argument("--no-step", action="store_true", help="leave bench step of the same setting out")
+    train.add_argument("--no-step", action="store_true", help="leave bench step of the same setting out; with several GPUs, the run on one")
     train.add_argument("--tiny", action="store_true", help="a tiny model that a CPU trains in seconds")
     train.add_argument("--out", type=Path, help="append the records to this file too")
     train.set_defaults(run=run_train, command_of=command_of, show=show)
