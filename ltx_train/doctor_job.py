@@ -11,7 +11,7 @@ import torch
 from .contexts import ContextStore
 from .data.dataset import DataSection
 from .doctor import Check, Diagnosis, Doctor
-from .errors import LtxTrainError
+from .errors import LtxTrainError, utf8
 from .memory.settings import AccelerationSection
 from .models.checkpoint import Checkpoint
 from .models.inspect import is_encoder
@@ -49,7 +49,7 @@ def examine(
         else:
             device = Parallel.start(device=acceleration.device).device
             found = _doctor(checkpoint, acceleration, device, live, dataset, buckets, preview, say).run()
-    (run.path / REPORT).write_text(json.dumps(found.to_json(), indent=1, ensure_ascii=False), encoding="utf-8")
+    (run.path / REPORT).write_bytes(utf8(json.dumps(found.to_json(), indent=1, ensure_ascii=False)))
     return found
 
 

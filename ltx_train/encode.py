@@ -19,6 +19,7 @@ from .data.report import Report
 from .errors import DataError, size_text
 from .geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from .models.codec import Codec
+from .text import TextFeatures
 
 if TYPE_CHECKING:
     from .data.media import Prepared
@@ -127,6 +128,7 @@ class Preprocessor:
             self.report.check()
             batch = missing[start : start + TEXT_BATCH]
             for text, features in zip(batch, self.codec.encode_text(batch)):
+                _check_features(text, features)
                 self.cache.put_text(self.text_key(text), features, text)
             cut |= self.codec.cut
             self.report.progress("encode text", start + len(batch), len(missing), unit="captions")
@@ -185,10 +187,14 @@ class Preprocessor:
             return
         latents = self.codec.encode_video(torch.stack([r.clip.frames for r in ready]))
         for item, values in zip(ready, latents):
+            if not self.finite_values(values, item.plan):
+                continue
             keys = self.picture_keys(item.plan)
             self.put_video(keys["video"], item.plan, values)
             if item.reference is not None:
                 encoded = self.codec.encode_video(item.reference.frames[None])[0]
+                if not self.finite_values(encoded, item.plan):
+                    continue
                 self.put_video(keys["reference_video"], item.reference_plan, encoded)
             if item.video_mask is not None:
                 self.put_mask(keys["video_mask"], item.video_mask)
@@ -196,6 +202,13 @@ class Preprocessor:
                 from .data.media import loss_mask
 
                 self.put_mask(keys["loss_mask"], loss_mask(item.clip.alpha, self.target.factors))
+
+    def finite_values(self, latents: Tensor, piece: ClipPlan) -> bool:
+        """Whether all are numbers; a clip whose latents are not is left out: one such step would end the training's weights."""
+        if bool(torch.isfinite(latents).all()):
+            return True
+        self.refused[piece.id] = Finding("latents.values", f"the VAE gave {int((~torch.isfinite(latents)).sum())} values that are no numbers")
+        return False
 
     def put_video(self, key: str, piece: ClipPlan, values: Tensor) -> None:
         if not self.cache.has(key):
@@ -249,7 +262,8 @@ class Preprocessor:
     def put_sound(self, key: str, piece: ClipPlan, sound) -> None:
         latents = fit_steps(self.codec.encode_audio(sound.waveform[None], sound.sample_rate), self.steps(piece))
         grid = self.target.audio_grid.of_seconds(piece.seconds)
-        self.cache.put_latents(key, Latents(latents, grid))
+        if self.finite_values(latents, piece):
+            self.cache.put_latents(key, Latents(latents, grid))
 
     def put_audio_mask(self, piece: ClipPlan) -> None:
         from .data.media import read_audio_mask
@@ -279,6 +293,13 @@ class Preprocessor:
         return manifest_entry(
             piece, text=self.text_key(piece.sample.caption), video=pictures.get("video"), audio=sounds.get("audio"),
             audio_grid=self.target.audio_grid if self.with_audio else None, factors=self.target.factors, roles=roles,
+        )  # fmt: skip
+
+
+def _check_features(text: str, features: TextFeatures) -> None:
+    if not all(bool(torch.isfinite(t).all()) for t in (features.video, features.audio) if t is not None):
+        raise DataError(
+            "text.values", f"The text encoder gave values that are no numbers for '{text[:40]}'.", "Its file may be damaged: try another copy, and acceleration.mixed_precision_mode bf16."
         )  # fmt: skip
 
 

@@ -139,6 +139,11 @@ def size_text(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def utf8(json: str) -> bytes:
+    """JSON or YAML text to bytes. A byte of a file name that is no UTF-8 is a lone surrogate to Python: it becomes its escape, which reads back as it was."""
+    return json.encode("utf-8", "backslashreplace")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the exception, or one that it came from, says that RAM or an accelerator's memory ran out."""
     seen: BaseException | None = error

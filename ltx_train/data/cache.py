@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import DataError, utf8
 from ..geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from ..tensorfile import write_tensors
 from ..text import TextFeatures
@@ -137,6 +137,7 @@ class Cache:
         """
         path = self.path(key)
         text = json.dumps({"format": FORMAT, "key": key, **(about or {})}, sort_keys=True, ensure_ascii=False, default=str)
+        text = utf8(text).decode()
         self._write(path, lambda file: write_tensors(file, {k: t.detach().cpu().contiguous() for k, t in tensors.items()}, {"ltx_train": text}))
 
     def get(self, key: str) -> Entry:
@@ -211,7 +212,7 @@ class Cache:
         """Write a manifest beside the entries."""
         path = self.root / name
         text = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False, sort_keys=True)
-        self._write(path, lambda file: file.write(text.encode("utf-8")))
+        self._write(path, lambda file: file.write(utf8(text)))
         return path
 
 
@@ -324,7 +325,7 @@ class Manifest:
             entries = tuple(ManifestEntry(**e) for e in data["entries"])
         except FileNotFoundError as error:
             raise DataError("cache.no_index", f"There is no index.json in {path.parent}.", "Preprocess the dataset first.") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError("cache.index", f"{path.name} is damaged or of another version.", f"{path}: {error}. Preprocess again; encoded clips are kept.") from error
         if data.get("format") != FORMAT:
             raise DataError("cache.index", f"{path.name} has format {data.get('format')}; this version reads {FORMAT}.", "Preprocess again.")

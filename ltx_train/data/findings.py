@@ -29,6 +29,7 @@ CODES: dict[str, Kind] = {
     # files
     "media.empty": Kind(True, "The file has 0 bytes: copy it again."),
     "media.unreadable": Kind(True, "No decoder knows this file: open it in a player, convert it to mp4, or remove it."),
+    "media.too_large": Kind(True, "Make the picture smaller: a bucket's size is all that is used of it."),
     "media.truncated": Kind(True, "The file ends before its index says it does: copy or download it again."),
     "media.no_frames": Kind(True, "The file holds neither pictures nor sound that can be decoded."),
     "media.decode": Kind(True, "Decoding stopped with an error: the file is damaged; convert or copy it again."),
@@ -50,6 +51,7 @@ CODES: dict[str, Kind] = {
     "audio.short": Kind(False, "The sound ends before the picture; the rest is silence."),
     "audio.silent": Kind(False, "The sound is all silence: it teaches silence. Set audio to off, or remove the sound of this clip."),
     "audio.decode": Kind(True, "The sound cannot be decoded: convert it, or leave sound out (audio: off)."),
+    "audio.values": Kind(True, "The file was damaged or wrongly converted: export its sound again as 16-bit or float with a peak of 1."),
     "audio.too_short": Kind(True, "The sound is shorter than every duration asked for: add a shorter duration."),
     # buckets
     "bucket.too_short": Kind(True, "Add a bucket with fewer frames (8n+1), or lower the target rate."),
@@ -58,6 +60,8 @@ CODES: dict[str, Kind] = {
     "bucket.upscaled": Kind(False, "The clip is smaller than its bucket and is enlarged; a smaller bucket would be sharper."),
     "bucket.crop": Kind(False, "More than a third of the picture is cropped away: add a bucket of the clip's shape."),
     "frames.unused": Kind(False, "Only part of the clip is used: frame_selection all, uniform or sliding uses more."),
+    # what the model makes of it
+    "latents.values": Kind(True, "The VAE gave values that are no numbers: try acceleration.mixed_precision_mode bf16 or no, and another copy of the VAE's file."),
     # roles
     "reference.short": Kind(False, "The reference ends before the clip; its last frame is held."),
     "reference.shape": Kind(False, "The reference has another shape than the clip; it is cropped by itself."),

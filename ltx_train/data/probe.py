@@ -156,7 +156,9 @@ def _probe_still(path: Path, size: int) -> Probe:
                 image.load()  # a cut picture shows itself only when read
     except UnidentifiedImageError as error:
         raise MediaError("media.unreadable", f"{path.name} is no picture that can be read.") from error
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
+        raise MediaError("media.too_large", f"{path.name[:50]}: {str(error).split(', could')[0]}") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
         code = "media.truncated" if "truncated" in str(error).lower() else "media.unreadable"
         raise MediaError(code, f"{path.name} cannot be read: {str(error)[:70]}") from error
     findings = _turned(orientation)

@@ -17,6 +17,7 @@ from .probe import SoundInfo
 from .sources import MemoryClip
 
 SILENCE = 1e-4
+LOUDEST = 1000.0  # full scale is 1; float files of some programs go a little beyond
 JUMP = 0.04  # seconds: smaller differences between a timestamp and the samples so far are rounding of the container's clock
 
 
@@ -51,7 +52,7 @@ def downmix(waveform: Tensor) -> Tensor:
 def read_sound(source: Path | MemoryClip, info: SoundInfo, start: float, seconds: float) -> Sound:
     """``seconds`` of sound from ``start`` on the file's clock, silence where there is none; native rate.
 
-    Raises MediaError audio.decode when the stream cannot be decoded.
+    Raises MediaError audio.decode when the stream cannot be decoded, audio.values when it holds no sound.
     """
     length = round(seconds * info.sample_rate)
     if isinstance(source, MemoryClip):
@@ -59,7 +60,7 @@ def read_sound(source: Path | MemoryClip, info: SoundInfo, start: float, seconds
         whole = whole.reshape(-1, whole.shape[-1])
         begin = max(0, round(start * info.sample_rate))
         piece = whole[:, begin : begin + length]
-        return _finish(downmix(torch.nn.functional.pad(piece, (0, length - piece.shape[1]))), info, piece.shape[1])
+        return _finish(downmix(torch.nn.functional.pad(piece, (0, length - piece.shape[1]))), info, piece.shape[1], source.name)
     out, filled, cursor = None, 0, None
     for block in _blocks(source, info, start):
         at = round((block.seconds - start) * info.sample_rate)
@@ -75,14 +76,17 @@ def read_sound(source: Path | MemoryClip, info: SoundInfo, start: float, seconds
             break
     if out is None:
         out = np.zeros((2, length), np.float32)
-    return _finish(downmix(torch.from_numpy(out)), info, filled)
+    return _finish(downmix(torch.from_numpy(out)), info, filled, source.name)
 
 
-def _finish(waveform: Tensor, info: SoundInfo, filled: int) -> Sound:
+def _finish(waveform: Tensor, info: SoundInfo, filled: int, name: str) -> Sound:
+    peak = float(waveform.abs().max()) if waveform.numel() else 0.0
+    if not peak <= LOUDEST:  # also where it is no number
+        raise MediaError("audio.values", f"{name}: the sound has samples of {peak:g}, where 1 is full scale.")
     missing = waveform.shape[1] - filled
     short = missing > 0.1 * info.sample_rate
     notes = (Finding("audio.short", f"the last {missing / info.sample_rate:.2f} s are silence"),) if short else ()
-    if float(waveform.abs().max()) < SILENCE:
+    if peak < SILENCE:
         notes += (Finding("audio.silent", "no sample above -80 dB"),)
     return Sound(waveform.contiguous(), info.sample_rate, notes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,10 +97,10 @@ class Captions(Section):
         how = self.policy
         if how == "auto":
             how = "written" if written else self.missing
-        text = {"written": written, "file_name": caption_words(stem)}.get(how, "")
+        text = {"written": written, "file_name": caption_words(written_text(stem))}.get(how, "")
         if self.remove_llm_prefixes and how == "written":
             text = clean_prefix(text)
-        if self.trigger and not text.startswith(self.trigger):
+        if self.trigger and not re.match(re.escape(self.trigger) + r"(?!\w)", text):  # a trigger "cat" is not yet there in "category"
             text = f"{self.trigger} {text}".strip()
         if how == "refuse":
             return text, Finding("caption.missing", "no caption: neither a text beside the clip nor a caption column")

@@ -45,7 +45,7 @@ def read_still(path: Path) -> np.ndarray:
 def to_array(image: Any) -> np.ndarray:
     """One Pillow image as [H, W, 3 or 4] uint8 sRGB."""
     if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image).astype(np.float32)
+        values = np.nan_to_num(np.asarray(image).astype(np.float32), nan=0.0)
         scale = 1.0 if image.mode == "F" and values.max() > 1.0 else (255.0 if image.mode == "F" else 255.0 / 65535.0)
         grey = np.rint(np.clip(values * scale, 0, 255)).astype(np.uint8)
         return np.repeat(grey[..., None], 3, axis=-1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import utf8
 from .events import VERSION, Event, parse_line
 
 
@@ -38,7 +39,7 @@ class EventLog:
             record = {"v": event.v, "seq": event.seq, "t": event.t, "type": event.type}
             record.update(_finite(event.model_dump(mode="json", exclude_defaults=True)))
             record.update({name: _finite(getattr(event, name)) for name, info in type(event).model_fields.items() if info.is_required()})
-            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            self._file.write(utf8(json.dumps(record, ensure_ascii=False, allow_nan=False)) + b"\n")
             self._file.flush()
         return event
 

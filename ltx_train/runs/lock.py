@@ -82,7 +82,7 @@ def write_atomic(path: Path, text: str) -> None:
     """The file holds either the old or the new text, never a part; retries while Windows has it open elsewhere."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # see errors.utf8
         for attempt in range(20):
             try:
                 os.replace(temporary, path)

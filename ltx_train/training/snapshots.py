@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..errors import RunError, size_text
+from ..errors import RunError, size_text, utf8
 from ..section import Section
 from ..tensorfile import Lazy, Written, disk_error, sync_file, sync_folder, write_tensors
 
@@ -142,7 +142,7 @@ def _write_group(path: Path, values: Mapping[str, Tensor | Lazy]) -> Written:
 
 
 def _write_json(path: Path, value: Any) -> Written:
-    data = json.dumps(value, indent=1, ensure_ascii=False).encode()
+    data = utf8(json.dumps(value, indent=1, ensure_ascii=False))
     with open(path, "wb") as file:
         file.write(data)
         sync_file(file)

@@ -4,7 +4,10 @@ import hashlib
 import os
 import random
 import shutil
+import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ import torch
 from ltx_train.data.cache import Manifest
 from ltx_train.data.dataset import DataSection
 from ltx_train.encode import Preprocessor, Target
-from ltx_train.errors import StopRequested
+from ltx_train.errors import DataError, StopRequested
 from ltx_train.preprocess import preprocess
+from ltx_train.runs.event_log import EventLog, read_events
+from ltx_train.runs.events import ProgressEvent
 from ltx_train.tiny import media
 from ltx_train.tiny.checkpoints import open_tiny, write_tiny
 from tests.end_to_end.corridor import BUCKET, FORKS, CheapCodec, Quiet, draw_everything
@@ -91,6 +96,42 @@ def test_a_caption_that_is_cut_is_told(home, tmp_path):
     worker.encode_texts(["short", "word " * 400])
     worker.encode_texts(["short", "word " * 400])
     assert report.warnings == [("caption.cut", "Captions longer than the 1024 tokens that are read, their ends cut off: 1.")]
+
+
+class Spoiling(Counting):
+    """Gives no numbers for the first pictures, the first sound, and one caption."""
+
+    def encode_video(self, frames):
+        return super().encode_video(frames) * (float("nan") if self.counts["video"] == 1 else 1.0)
+
+    def encode_audio(self, waveform, rate):
+        return super().encode_audio(waveform, rate) * (float("inf") if self.counts["audio"] == 1 else 1.0)
+
+    def encode_text(self, captions):
+        return [replace(f, video=f.video * (float("nan") if c == "broken" else 1.0)) for c, f in zip(captions, super().encode_text(captions))]
+
+
+def test_what_is_no_number_is_never_cached(home, tmp_path, clips):
+    model, cache = home.model("ltx2.3"), tmp_path / "cache"
+    report = Quiet()
+    encode(model, clips, cache, report=report, codec=Spoiling(open_tiny(model)))
+    manifest = Manifest.read(cache)
+    assert len(manifest.entries) == 1 and [s["findings"][0]["code"] for s in manifest.skipped] == ["latents.values"] * 2
+    with pytest.raises(DataError, match="no numbers for 'broken'"):
+        encode(model, clips, cache, codec=Spoiling(open_tiny(model)), texts=["broken"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_name_that_is_no_utf8_goes_all_the_way(home, tmp_path, clips):
+    odd = Path(os.fsdecode(os.fsencode(clips) + b"/clip\xff\n.mp4"))
+    os.replace(clips / "clip1.mp4", odd)
+    encode(home.model("ltx2.3"), clips, tmp_path / "cache", captions={"policy": "file_name"})
+    entries = Manifest.read(tmp_path / "cache").entries
+    assert odd.name in [e.id for e in entries] and "clip\ufffd" in [e.caption for e in entries]
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(ProgressEvent(phase="encode", done=1, message=odd.name))
+    log.close()
+    assert read_events(tmp_path / "events.jsonl").events[0].message == odd.name
 
 
 def test_a_changed_model_encodes_what_it_must(home, tmp_path, clips):

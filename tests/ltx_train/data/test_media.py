@@ -119,6 +119,15 @@ def test_sound_of_another_file_and_memory(tmp_path):
     assert [tiny.read_counter(f) for f in half.frames] == [0, 2, 4, 6, 8, 10, 12, 14, 16]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_sound_that_is_none_is_refused(value):
+    wave = torch.zeros(2, 8000)
+    wave[0, 10] = value
+    with pytest.raises(MediaError, match="where 1 is full scale") as error:
+        read_clip(planned(None, "128x96x9", memory=MemoryClip("m", torch.zeros(25, 96, 128, 3), 24.0, wave, 8000)))
+    assert error.value.code == "audio.values"
+
+
 def test_reference_sound(tmp_path):
     video = tiny.counter_clip(tmp_path / "v.mp4", 25)
     song = tiny.write_pcm(tmp_path / "s.wav", tiny.tone(0.2, 8000), 8000)

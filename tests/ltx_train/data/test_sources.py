@@ -186,6 +186,8 @@ def test_roles_by_folder_across_types(tmp_path):
         ({}, "cap", "cap"),
         ({"trigger": "TOK"}, "cap", "TOK cap"),
         ({"trigger": "TOK"}, "TOK cap", "TOK cap"),
+        ({"trigger": "TOK"}, "TOKEN", "TOK TOKEN"),
+        ({"trigger": "TOK"}, "TOK, cap", "TOK, cap"),
         ({"policy": "file_name"}, "cap", "red car at night"),
         ({"policy": "trigger", "trigger": "TOK"}, "cap", "TOK"),
         ({"policy": "empty"}, "cap", ""),
