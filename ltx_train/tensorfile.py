@@ -46,19 +46,20 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: bytes and the sha256 of the whole file, in hex."""
+    """What was written: bytes and the sha256 of the whole file, in hex (empty where none was asked for)."""
 
     size: int
     sha256: str
 
 
 class _Hashing:
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.hash, self.size = file, hashlib.sha256(), 0
+    def __init__(self, file: BinaryIO, checksum: bool) -> None:
+        self.file, self.hash, self.size = file, hashlib.sha256() if checksum else None, 0
 
     def write(self, data: bytes | memoryview) -> None:
         self.file.write(data)
-        self.hash.update(data)
+        if self.hash is not None:
+            self.hash.update(data)
         self.size += len(data)
 
 
@@ -73,8 +74,8 @@ def writing_order(tensors: Mapping[str, Tensor | Lazy]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | Lazy], metadata: Mapping[str, str] | None = None) -> Written:
-    """Write the safetensors layout to an open file, one tensor in memory at a time."""
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | Lazy], metadata: Mapping[str, str] | None = None, *, checksum: bool = True) -> Written:
+    """Write the safetensors layout to an open file, one tensor in memory at a time; checksum: see :class:`Written`."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     order = writing_order(tensors)
     offset = 0
@@ -86,14 +87,14 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | Lazy], metadata
         offset += size
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    out = _Hashing(file)
+    out = _Hashing(file, checksum)
     out.write(struct.pack("<Q", len(text)) + text)
     for name in order:
         entry = tensors[name]
         tensor = entry.make() if isinstance(entry, Lazy) else entry
         assert tuple(tensor.shape) == tuple(entry.shape) and tensor.dtype == entry.dtype, name
         out.write(tensor_bytes(tensor))
-    return Written(out.size, out.hash.hexdigest())
+    return Written(out.size, "" if out.hash is None else out.hash.hexdigest())
 
 
 def sync_folder(folder: Path) -> None:
