@@ -1,6 +1,7 @@
-"""Starts a module of the engine by this file's absolute path: the interpreter may ignore PYTHONPATH, cwd and script folder.
+"""Starts the engine by this file's absolute path: the interpreter may ignore PYTHONPATH, cwd and script folder.
 
-    python [-I] /any where/ltx_train/bootstrap.py worker DIR train
+    python [-I] /any where/ltx_train/bootstrap.py worker DIR train     a module that we start
+    python [-I] /any where/ltx_train/bootstrap.py VERB ...             the command line, as ``python -m ltx_train VERB ...``
 """
 
 import importlib
@@ -23,10 +24,9 @@ def prepare(file: str) -> None:
 
 def main() -> int:
     prepare(__file__)
-    if len(sys.argv) < 2 or sys.argv[1] not in MODULES:
-        sys.stderr.write(f"usage: {os.path.basename(__file__)} {{{','.join(MODULES)}}} ...\n")
-        return 2
-    return importlib.import_module(f"ltx_train.{sys.argv[1]}").main(sys.argv[2:])
+    if sys.argv[1:] and sys.argv[1] in MODULES:
+        return importlib.import_module(f"ltx_train.{sys.argv[1]}").main(sys.argv[2:])
+    return importlib.import_module("ltx_train.__main__").main(sys.argv[1:])
 
 
 # data workers and the like import this file again under another name when processes are spawned

@@ -133,6 +133,8 @@ def test_the_bootstrap_finds_its_package_and_nothing_of_it_is_top_level(engine, 
     assert done.stdout.decode("utf-8").split() == ["ltx_train.worker", "['a',", "'b']", "None", "None", "utf-8", "ü"]
 
 
-def test_the_bootstrap_starts_nothing_else(engine):
-    done = subprocess.run([sys.executable, str(engine.bootstrap), "os"], capture_output=True, timeout=60)
-    assert done.returncode == 2 and b"usage" in done.stderr
+def test_the_bootstrap_is_the_command_line_too(engine, tmp_path):
+    """Where the interpreter finds no package by the current folder (Windows portable's), -I here."""
+    (engine.bootstrap.parent / "__main__.py").write_text("def main(arguments):\n    print(arguments)\n    return 3\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, "-I", str(engine.bootstrap), "report", "a b"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "['report', 'a b']\n"), done.stderr
