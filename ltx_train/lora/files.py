@@ -104,7 +104,7 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
     """Read a LoRA of any known layout: ours, the official one, ComfyUI, diffusers, peft, kohya, unprefixed; LoRA, DoRA, LoHa, LoKr.
 
     base_names: module names of the model, which settle underscored names beyond the LTX grammar.
-    Raises CheckpointError for a file that is no safetensors file, LtxTrainError when it holds no LoRA.
+    Raises CheckpointError for a file that is no safetensors file, LtxTrainError when it holds no LoRA or a broken one.
     """
     path = Path(path)
     file = SafetensorsFile.open(path)
@@ -120,7 +120,7 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
             continue
         layouts[key.layout] = None
         if key.part == "alpha":
-            alphas[key.module] = float(file.read(raw).float().reshape(-1)[0])
+            alphas[key.module] = _alpha(file.read(raw), path, key.module)
         elif key.part in found.setdefault(key.module, {}):
             raise LtxTrainError("lora.duplicate", f"{path.name[:40]} holds {key.module[-50:]} {key.part} twice.", "Two layouts are mixed in one file.")
         else:
@@ -132,7 +132,18 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
     for name, tensors in found.items():
         module = LoraModule.of(name, {part: value.float() for part, value in tensors.items()}, alphas.get(name))
         modules[name] = configured.scaled(module) if module.alpha is None else module
+        if misfit := module.misfit():
+            raise LtxTrainError("lora.shape", f"{path.name[:30]}: {name[-50:]}: {misfit} make no update.", "The file is damaged, or of a kind that is not known.")
+        if faulty := module.faulty_part():
+            raise LtxTrainError("lora.not_finite", f"{path.name[:40]}: {name[-50:]} has NaN or infinite values in {faulty}.", "The file must not be used.")
     return LoraFile(modules, LoraMetadata.of(file.metadata), tuple(layouts), tuple(unknown), path)
+
+
+def _alpha(value: Tensor, path: Path, module: str) -> float:
+    if value.numel() != 1 or not bool(torch.isfinite(value.float()).all()):
+        said = value.item() if value.numel() == 1 else f"a tensor of {value.numel()} numbers"
+        raise LtxTrainError("lora.alpha", f"{path.name[:30]}: the alpha of {module[-50:]} is {said}, not one number.", "The file is damaged.")
+    return float(value.float().reshape(()))
 
 
 @dataclass(frozen=True)
@@ -218,9 +229,6 @@ def _check_module(path: Path, name: str, module: LoraModule, shapes: Mapping[str
     if name not in shapes:
         near = nearest(name, list(shapes)) or ["nothing near"]
         raise LtxTrainError("lora.key_unknown", f"The base model has no module {name[-70:]}.", f"{path.name} would load without it. Nearest: {', '.join(near)}.")
-    faulty = module.faulty_part()
-    if faulty is not None:
-        raise LtxTrainError("lora.not_finite", f"{path.name[:40]}: {name[-50:]} has NaN or infinite values in {faulty}.", "The file must not be used.")
     if shapes[name] and tuple(shapes[name]) != module.shape:
         raise LtxTrainError("lora.shape", f"{name[-60:]}: the LoRA is for {list(module.shape)}, the model has {list(shapes[name])}.", "It was trained on another model.")
 

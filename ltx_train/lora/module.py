@@ -140,6 +140,16 @@ class LoraModule:
         """The update as a trainer with factor ``scale`` holds it: folded tensors divided by it."""
         return self.folded(self.scale / scale)
 
+    def misfit(self) -> str | None:
+        """Which factors cannot be multiplied, with their shapes; None when all can."""
+        t = self.tensors
+        for first, second in (("lora_B", "lora_A"), *((f"{stem}_a", f"{stem}_b") for stem in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
+            if first in t and second in t:
+                left, right = t[first].shape, t[second].shape
+                if len(left) != 2 or len(right) != 2 or left[1] != right[0] or not left[1]:
+                    return f"{first} {list(left)} and {second} {list(right)}"
+        return None
+
     def faulty_part(self) -> str | None:
         """The first part with a NaN or an infinity."""
         return next((part for part, value in self.tensors.items() if not torch.isfinite(value.float()).all()), None)

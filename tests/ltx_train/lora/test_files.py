@@ -274,6 +274,23 @@ def test_incomplete_and_empty_files(tmp_path):
         read_lora(tmp_path / "c.safetensors")
 
 
+@pytest.mark.parametrize("code, changes", [
+    ("lora.shape", {"lora_B.weight": torch.ones(8, 2)}),
+    ("lora.shape", {"lora_A.weight": torch.ones(8)}),
+    ("lora.shape", {"lora_A.weight": torch.ones(0, 8), "lora_B.weight": torch.ones(8, 0)}),
+    ("lora.not_finite", {"lora_A.weight": torch.full((4, 8), float("nan"))}),
+    ("lora.alpha", {"alpha": torch.tensor(float("inf"))}),
+    ("lora.alpha", {"alpha": torch.ones(3)}),
+    ("lora.alpha", {"alpha": torch.ones(0)}),
+])  # fmt: skip
+def test_a_broken_file_is_refused_before_it_is_used(code, changes, tmp_path):
+    tensors = {"lora_A.weight": torch.ones(4, 8), "lora_B.weight": torch.ones(8, 4), "alpha": torch.tensor(4.0)} | changes
+    safetensors.torch.save_file({f"diffusion_model.transformer_blocks.0.attn1.to_q.{k}": v for k, v in tensors.items()}, tmp_path / "l.safetensors")
+    with pytest.raises(LtxTrainError, match="transformer_blocks.0.attn1.to_q") as error:
+        read_lora(tmp_path / "l.safetensors")
+    assert error.value.code == code and len(error.value.message) < 120
+
+
 def test_known_names_settle_underscores():
     names = Names(["my_block.sub_layer.to_q"])
     assert names.parse("lora_unet_my_block_sub_layer_to_q.alpha").module == "my_block.sub_layer.to_q"
