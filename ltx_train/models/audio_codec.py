@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import DataError, MissingPackage
 from ..geometry import AudioGrid, patchify, unpatchify
 from .audio_codec_keys import audio_vae_arguments, has_extension, vocoder_arguments, vocoder_names
+from .blank import blank
 from .checkpoint import Checkpoint
 from .mel import MelSettings, log_mel, resample
 from .video_codec_keys import MEAN, STD
@@ -133,7 +134,7 @@ def audio_halves(
         raise MissingPackage(
             "diffusers>=0.38", "The engine's audio VAE", "Inside ComfyUI its own audio VAE can do this: connect its socket"
         ) from error
-    with torch.device("meta"):
+    with blank():
         vae = AutoencoderKLLTX2Audio(**arguments)
     wanted = {"encoder": encoder, "decoder": decoder}
     return {half: (getattr(vae, half), source.subset(half + ".")) for half, want in wanted.items() if want}
@@ -150,7 +151,7 @@ def vocoder_network(source: WeightSource, config: Mapping, mel_channels: int) ->
             "diffusers>=0.38", "The engine's vocoder", "Inside ComfyUI its own audio VAE can do this: connect its socket"
         ) from error
     arguments = vocoder_arguments(config, mel_channels)
-    with torch.device("meta"):
+    with blank():
         vocoder = build(**arguments)
     if has_extension(config):  # a fixed filter that no file holds, and that the meta device would leave empty
         ratio = arguments["output_sampling_rate"] // arguments["input_sampling_rate"]

@@ -158,8 +158,10 @@ class FeedForward(nn.Module):
         return self.net[2](self.net[0](x))
 
 
-def _table(rows: int, dim: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(rows, dim) / dim**0.5)
+def modulation_table(rows: int, dim: int) -> nn.Parameter:
+    """Learned shifts, scales and gates [rows, dim], to which a timestep's are added."""
+    table = torch.empty(rows, dim)
+    return nn.Parameter(table if table.is_meta else torch.randn(rows, dim) / dim**0.5)
 
 
 class TransformerBlock(nn.Module):
@@ -181,8 +183,8 @@ class TransformerBlock(nn.Module):
         if video and audio:
             self.audio_to_video_attn = self._attention(config.dim, config.audio_dim, heads, head_dim)
             self.video_to_audio_attn = self._attention(config.audio_dim, config.dim, heads, head_dim)
-            self.scale_shift_table_a2v_ca_video = _table(5, config.dim)
-            self.scale_shift_table_a2v_ca_audio = _table(5, config.audio_dim)
+            self.scale_shift_table_a2v_ca_video = modulation_table(5, config.dim)
+            self.scale_shift_table_a2v_ca_audio = modulation_table(5, config.audio_dim)
 
     def _attention(self, dim: int, context_dim: int, heads: int, head_dim: int) -> Attention:
         c = self.config
@@ -195,9 +197,9 @@ class TransformerBlock(nn.Module):
         self.add_module(f"{prefix}attn1", self._attention(dim, dim, heads, head_dim))
         self.add_module(f"{prefix}attn2", self._attention(dim, context_dim, heads, head_dim))
         self.add_module(f"{prefix}ff", FeedForward(dim, ff_bias))
-        self.register_parameter(f"{prefix}scale_shift_table", _table(9 if adaln else 6, dim))
+        self.register_parameter(f"{prefix}scale_shift_table", modulation_table(9 if adaln else 6, dim))
         if adaln:
-            self.register_parameter(f"{prefix}prompt_scale_shift_table", _table(2, dim))
+            self.register_parameter(f"{prefix}prompt_scale_shift_table", modulation_table(2, dim))
 
     def groups(self) -> list[list[str]]:
         """Names of all linear layers of the block, those that read the same input together."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, DataError
 from ..text import TOKEN_LIMITS, Context, TextFeatures
+from .blank import blank
 from .weights import WeightSource, load_weights
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ def load_connector(source: WeightSource, settings: Mapping[str, Any], stream: st
         raise CheckpointError("connectors.missing", f"{files[:60]} holds no {stream} text connector.", "It is in the same file as the transformer: use that file, unpruned.")
     below = source.subset(name[: name.index(mark) + len(mark)])
     config = ConnectorConfig.derive(below, settings, stream)
-    with torch.device("meta"):
+    with blank():
         network = Connector(config)
     if device.type != "meta":
         load_weights(network, below, dtype=dtype, device=device)

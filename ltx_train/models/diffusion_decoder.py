@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MissingPackage
+from .blank import blank
 from .diffusion_keys import Part, diffusion_parts
 from .neighborhood import BlockedNeighborhoodProcessor, Triple
 from .tiling import Span, over_space, over_time, spatial_spans, temporal_decode_spans
@@ -106,7 +107,7 @@ def diffusion_network(source: WeightSource, layout: VaeLayout) -> tuple[nn.Modul
         raise MissingPackage(
             "diffusers>=0.40", "The LTX-2.5 diffusion decoder", "Or give the conv video VAE file (ltx-2.5-video-vae-conv)"
         ) from error
-    with torch.device("meta"):
+    with blank():
         network = LTX2VideoDiffusionDecoderModel(**layout.diffusion).decoder
     return network, PartSource(source, diffusion_parts(source.keys()), "decoder.")
 

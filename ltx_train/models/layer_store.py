@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, MissingPackage
+from .blank import blank
 from .weights import WeightSource, load_weights
 
 PLACEMENTS = ("auto", "resident", "stream")
@@ -40,7 +41,7 @@ class LayerPlan:
 
     def read(self, index: int, device: torch.device | str) -> nn.Module:
         """Layer ``index`` with its weights on ``device``, checked strictly against the file."""
-        with torch.device("meta"):
+        with blank():
             layer = self.build(index)
         load_weights(layer, self.source.subset(self.prefix.format(index)), dtype=self.dtype, device=device)
         return layer.requires_grad_(False).eval()

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..transfer import upload
-from .blocks import Keep, StreamInputs, TransformerBlock, modulate, table_rows
+from .blank import blank
+from .blocks import Keep, StreamInputs, TransformerBlock, modulate, modulation_table, table_rows
 from .embeddings import AdaLNSingle, CaptionProjection, RotaryEmbedding
 from .families import TransformerConfig
 from .linear import Linear
@@ -150,7 +151,7 @@ class LTXTransformer(nn.Module):
             self.add_module(f"{prefix}prompt_adaln_single", AdaLNSingle(dim, 2))
         if c.caption_channels is not None:
             self.add_module(f"{prefix}caption_projection", CaptionProjection(c.caption_channels, dim))
-        self.register_parameter(f"{prefix}scale_shift_table", nn.Parameter(torch.randn(2, dim) / dim**0.5))
+        self.register_parameter(f"{prefix}scale_shift_table", modulation_table(2, dim))
         self.add_module(f"{prefix}proj_out", Linear(dim, out_channels))
 
     @property
@@ -277,7 +278,7 @@ def transformer_source(checkpoint: Checkpoint, model: LTXTransformer) -> WeightS
     source = checkpoint.source("transformer")
     if model.has_video and model.has_audio == model.config.has_audio:
         return source
-    with torch.device("meta"):
+    with blank():
         everything = set(LTXTransformer(model.config).state_dict())
     absent = everything - set(model.state_dict())
     return source.renamed(lambda name: None if name in absent else name)
@@ -299,7 +300,7 @@ def load_transformer(
     meta = torch.device(device).type == "meta"
     if checkpoint.transformer is None:
         checkpoint.source("transformer")  # raises, saying which file would supply it
-    with torch.device("meta"):
+    with blank():
         model = LTXTransformer(checkpoint.transformer, video=video, audio=audio)
     kind = lambda name: torch.float32 if keeps_float32(name) else dtype  # noqa: E731
     if meta:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError, MissingPackage
 from ..geometry import VideoFactors
+from .blank import blank
 from .checkpoint import Checkpoint
 from .diffusion_decoder import DiffusionDecoder, pad_to_floor
 from .tiling import Span, Tiling, causal_encode_spans, over_space, over_time, spatial_spans, temporal_decode_spans, tile_cells
@@ -218,7 +219,7 @@ def conv_halves(
 ) -> dict[str, tuple[nn.Module, WeightSource]]:
     """The halves asked for of diffusers' conv VAE on the meta device, each with its tensors under diffusers' names."""
     build = _conv_class(layout)
-    with torch.device("meta"):
+    with blank():
         vae = build(**constructor_arguments(layout))
     named = source.renamed(conv_names(source.keys(), layout))
     wanted = {"encoder": encoder, "decoder": decoder}

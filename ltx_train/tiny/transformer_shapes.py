@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from ..models.blank import blank
 from ..models.families import Family, TransformerConfig
 from ..models.transformer import LTXTransformer
 
@@ -31,6 +30,6 @@ def transformer_shapes(config: Mapping[str, Any], family: Family) -> dict[str, t
             cross_attention_adaln=c.get("cross_attention_adaln", False), prompt_adaln_single=c.get("cross_attention_adaln", False),
             ff_bias=c.get("ff_bias", True), audio_ff_bias=c.get("audio_ff_bias", True), keyframe_embedding=c.get("use_keyframes_abs_pos_embedding", False),
         )  # fmt: skip
-    with torch.device("meta"):
+    with blank():
         model = LTXTransformer(TransformerConfig(**common, **audio))
     return {n: tuple(p.shape) for n, p in model.named_parameters()}
