@@ -24,6 +24,7 @@ from .models.weights import check_weights
 from .parts import check_family
 from .preprocess import report_on
 from .run_setup import find_run
+from .sampling.recipe import ValidationSection
 from .trained_weights import newest_weights
 from .training.parallel import single_device
 
@@ -153,17 +154,22 @@ def check_adapter(config: TrainConfig, network: LTXTransformer, streams: Sequenc
 
 
 def check_previews(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
-    """The sizes and files of validation samples."""
+    """The previews' samples, which must be possible."""
     section = config.validation
     if not section.active:
         return ["previews: none"]
+    check_samples(section, checkpoint)
+    return [f"previews: {len(section.samples)} every {section.interval} steps"]
+
+
+def check_samples(section: ValidationSection, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for samples whose files are not there or whose sizes the model cannot make."""
     missing = section.missing_files()
     if missing:
         raise ConfigError("validation.file", f"There is no file {missing[0].name} for a validation sample.", f"Named: {', '.join(map(str, missing))}.")
     for sample in section.samples:
         section.streams_of(sample, has_audio=checkpoint.family.audio)
         section.video_grid(sample, checkpoint.video_factors)
-    return [f"previews: {len(section.samples)} every {section.interval} steps"]
 
 
 def check_run(config: TrainConfig) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .checks import check_samples
 from .contexts import ContextStore
 from .errors import ConfigError, LtxTrainError
 from .lora.apply import apply_loras
@@ -35,6 +36,7 @@ def run(job: SampleJob, live: LiveRun) -> None:
         raise ConfigError("sample.none", "The job names no sample.", "Give at least one prompt (validation.samples, or --prompt).")
     live.set_state("running")
     checkpoint = job.model.open()
+    check_samples(section, checkpoint)  # told before a text encoder is read, which takes minutes
     loras = [(read_lora(Path(use.path).expanduser()), use.strength) for use in job.loras]
     transformer, validator = build_sampler(checkpoint, section, job.acceleration, device, live)
     apply_loras(transformer, loras)

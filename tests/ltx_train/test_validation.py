@@ -205,6 +205,13 @@ def carry_out(found):
     return [run.path / e.path for e in run.events(0).events if isinstance(e, SampleEvent)]
 
 
+@pytest.mark.parametrize("fields", [{"video_dims": [64, 63, 9]}, {"video_dims": [64, 64, 8]}])
+def test_an_impossible_sample_is_told_before_a_text_encoder_is_read(home, tmp_path, monkeypatch, fields):
+    monkeypatch.setattr(EngineCodec, "encode_text", lambda *_: pytest.fail("the encoder was read first"))
+    with pytest.raises(ConfigError, match="video_dims"):
+        carry_out(sample_job(home, tmp_path / "out", **fields))
+
+
 @pytest.mark.parametrize("fields, suffix", [({}, ".mp4"), ({"video_dims": [64, 64, 1]}, ".png"), ({"generate_video": False}, ".wav")])
 def test_what_a_sample_becomes(home, tmp_path, fields, suffix):
     (path,) = carry_out(sample_job(home, tmp_path / "out", **fields))
