@@ -242,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.create is not None:
         python = create_environment(options.create, inherit=options.inherit, index_url=options.index_url)
         sys.stdout.write(f"Made. Set this as the engine python:\n{python}\n")
+        sys.stdout.write(f"For the nodes, in ComfyUI's user/__ltx_train/settings.json: {json.dumps({'engine_python': str(python)})}\n")
         return 0
     environment = inspect_environment()
     sys.stdout.write((json.dumps(environment.as_dict(), indent=1) if options.json else environment.text()) + "\n")

@@ -203,7 +203,7 @@ def sample_job(options: argparse.Namespace) -> SampleJob:
 def run_runs(options: argparse.Namespace) -> int:
     if not options.root.is_dir():
         raise RunError("runs.missing", f"There is no folder {options.root}", "Give the folder that holds the runs' folders (output_dir's parent).")
-    rows = [(run, run.status()) for run in list_runs(options.root)]
+    rows = [(run, run.status()) for run in list_runs(options.root) if run.has_job()]
     if options.json:
         print(json.dumps([{"name": r.name, "path": str(r.path), **s.model_dump(mode="json")} for r, s in rows], ensure_ascii=False))  # noqa: T201 - for machines
         return 0

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..errors import RunError
 from ..section import Section
@@ -136,8 +136,12 @@ class RunDir:
         """The log of a process other than the first."""
         return self.path / f"train.rank{rank}.log"
 
+    def has_job(self) -> bool:
+        """Whether there is a job that could be started; other work, such as an examination, has events and samples only."""
+        return any(self.job_path(kind).exists() for kind in get_args(Kind))
+
     def exists(self) -> bool:
-        return any(path.exists() for path in (self.status_path, self.job_path("train"), self.job_path("preprocess"), self.job_path("sample"), self.job_path("tool")))
+        return self.status_path.exists() or self.has_job()
 
     # -- status --
 
