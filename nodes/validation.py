@@ -68,10 +68,11 @@ class LTXTrainSample(io.ComfyNode):
         memory = widgets.get("memory")
         section, settings = section_of(prompt, widgets), memory.fields if memory else None
         job = compose.sample_job(ltx_model, section, loras, seed=widgets["seed"], acceleration=settings)
-        run, mark = RunDir(job.output_dir), Path(job.output_dir) / "sampled.json"
-        if not (jobs.done_before(run, mark, {"job": job.fingerprint()}) and newest_sample(run) is not None):
+        run, told = RunDir(job.output_dir), {"job": job.fingerprint()}
+        mark = run.path / "sampled.json"
+        if not (jobs.done_before(run, mark, told) and newest_sample(run) is not None):
             jobs.carry_out(job, screen)
-            mark.write_text(f'{{"job": "{job.fingerprint()}"}}', encoding="utf-8")
+            jobs.mark_done(mark, told)
         path = newest_sample(run)
         if path is None:
             raise LtxTrainError("sample.none", "The job left no sample.", f"See {run.log_path}.")

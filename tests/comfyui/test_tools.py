@@ -1,40 +1,22 @@
 """In a real ComfyUI: a film becomes a trained IC-LoRA through the data nodes alone: scenes, captions, references, encoding, a look into the cache."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ltx_train.data.writers import write_video
+from tests.caption_endpoint import saying
 from tests.comfyui.host import MODELS
 
 CAPTION = "A square of one colour stands in the middle."
 
 
-class Answers(BaseHTTPRequestHandler):
-    """An endpoint on this machine that says the same of every clip."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.dumps({"choices": [{"message": {"content": CAPTION}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def endpoint():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+    with saying(CAPTION) as url:
+        yield url
 
 
 def film(path, scenes=3, frames=20):

@@ -1,13 +1,12 @@
 """The nodes that make a dataset (scenes, captions, references) and look into a cache: widgets to jobs, the jobs done here instead of in a child."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 
 from ltx_train.tiny.media import counter_clip
+from tests.caption_endpoint import saying
 
 
 @pytest.fixture
@@ -83,27 +82,10 @@ def test_references_are_made_and_paired(pack, here, clips):
     assert here == ["reference"]
 
 
-class Answers(BaseHTTPRequestHandler):
-    """An endpoint that says the same of every clip."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.dumps({"choices": [{"message": {"content": "A square counts."}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def endpoint():
-    server = HTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+    with saying("A square counts.") as url:
+        yield url
 
 
 def test_captions_are_written_beside_the_clips(pack, here, clips, endpoint):
