@@ -10,8 +10,8 @@ from .dataset import LTXTrainDataset
 from .decode import LTXTrainDecode
 from .model import LTXTrainLoadModel
 from .preprocess import LTXTrainPreprocess
+from .sample import LTXTrainSample
 from .train import LTXTrainLoRA
-from .validation import LTXTrainSample
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     LTXTrainLoadModel,

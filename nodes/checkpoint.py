@@ -17,8 +17,8 @@ from ..ltx_train.runs.run_dir import RunDir, check_name, list_runs
 from . import paths, sockets
 from .follow import Screen
 from .media import media_of, media_outputs
+from .sample import newest_sample
 from .train import LORA_FOLDER, Result, last_lora
-from .validation import newest_sample
 
 NO_RUN = "(no run yet)"
 LAYOUTS = ("comfyui", "diffusers", "peft", "kohya", "plain")
