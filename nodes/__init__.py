@@ -5,11 +5,11 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from . import routes, settings, tools
-from .checkpoint import LTXTrainLoadRun, LTXTrainSaveLoRA
 from .dataset import LTXTrainDataset
 from .decode import LTXTrainDecode
 from .model import LTXTrainLoadModel
 from .preprocess import LTXTrainPreprocess
+from .runs import LTXTrainLoadRun, LTXTrainSaveLoRA
 from .sample import LTXTrainSample
 from .train import LTXTrainLoRA
 

@@ -244,7 +244,7 @@ def test_a_part_is_handed_on_by_its_step_and_asks_to_be_run_again(pack, parts, m
 
 
 def test_save_names_stay_below_the_loras_folder(pack):
-    target = pack.checkpoint.target_of
+    target = pack.runs.target_of
     root = pack.host.base / "output" / "loras"
     assert target("a/b", "output/loras", False) == root / "a" / "b.safetensors"
     assert target("a.safetensors", "models/loras", False) == pack.host.base / "models" / "loras" / "a.safetensors"
@@ -265,4 +265,4 @@ def test_runs_are_listed_newest_first_without_jobs(pack, parts):
         opened = setup.open_training(made(pack, parts, run_name=name))
         os.utime(opened.run.job_path("train"), (1000 + number, 1000 + number))
     (pack.paths.jobs_root() / "encode-x").mkdir(parents=True)
-    assert pack.checkpoint.run_names() == ["new", "old"]
+    assert pack.runs.run_names() == ["new", "old"]
