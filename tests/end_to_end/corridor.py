@@ -1,5 +1,6 @@
 """Tiny models, datasets and caches for the end-to-end tests, and jobs carried out here or in forked children."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from ltx_train.encode import Target
 from ltx_train.models.codec import EngineCodec
 from ltx_train.models.families import FAMILIES
 from ltx_train.preprocess import preprocess
-from ltx_train.runs.command import free_port
+from ltx_train.runs.command import TOKEN_VARIABLE, free_port
 from ltx_train.runs.events import LoraEvent, StepEvent, WarningEvent
 from ltx_train.runs.live import LiveRun
 from ltx_train.runs.run_dir import RunDir
@@ -276,6 +277,7 @@ def _work(run, environment):
     torch.set_num_threads(1)
     from ltx_train.worker import main
 
+    gc.freeze()  # what the fork server has loaded stays: no collection needs to look through it
     with open(Path(run) / "train.log", "ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -291,6 +293,23 @@ def fork(config, ranks=1):
     for process in started:
         process.start()
     return started
+
+
+class Forked:
+    """A child of the fork server where the launcher expects a Popen; put it in ``launch.spawn``'s place."""
+
+    def __init__(self, run, launch, token):
+        assert launch.num_processes == 1 and launch.kind == "train", launch
+        self.process = FORKS.Process(target=_work, args=(str(run.path), {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        return self.process.exitcode
 
 
 def finish(processes, config, timeout=120):

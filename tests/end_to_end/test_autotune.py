@@ -1,12 +1,15 @@
 """autotune on a tiny model: its trials are real runs in children of their own."""
 
+from ltx_train import launch
 from ltx_train.__main__ import main
 from ltx_train.config import TrainConfig
 from ltx_train.runs.run_dir import RunDir
+from tests.end_to_end.corridor import Forked
 
 
-def test_a_config_is_tuned(home, tmp_path, capsys):
+def test_a_config_is_tuned(home, tmp_path, capsys, monkeypatch):
     """One sample a step on the CPU leaves nothing to change: the sanity run alone, which a whole child carries out."""
+    monkeypatch.setattr(launch, "spawn", Forked)
     config = home.config(tmp_path / "run", optimization={"batch_size": 1, "steps": 9})
     config.save(tmp_path / "job.yaml")
     assert main(["autotune", str(tmp_path / "job.yaml"), "--steps", "2", "--write", str(tmp_path / "tuned.yaml")]) == 0

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from ltx_train import demo as module
+from ltx_train import launch
 from ltx_train.__main__ import main
 from ltx_train.config import TrainConfig
 from ltx_train.demo_chart import draw_curve, running_mean
@@ -19,6 +20,7 @@ from ltx_train.runs.events import SampleEvent
 from ltx_train.runs.history import History
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.tiny.drawing import NEW
+from tests.end_to_end.corridor import Forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,16 +71,21 @@ def here(capsys, out, *options):
     return capsys.readouterr().out
 
 
-def test_a_second_demo_shows_the_same_results(fitted):
+def test_a_second_demo_shows_the_same_results(fitted, capsys, monkeypatch):
+    """From the copy's own files, as the copy would."""
     text, out = fitted
+    copied = module.FittedSet.at(out.parent / "ltx_train" / "tiny" / "fitted")
+    assert copied.model.is_file()
+    monkeypatch.setattr(module.FittedSet, "at", lambda: copied)
     lora = next((out / "run" / "checkpoints").glob("*.safetensors"))
     stamp = lora.stat().st_mtime_ns
-    again = run(out, "--steps", "24", cwd=out.parent)
+    again = here(capsys, out, "--steps", "24")
     assert "run before" in again and lora.stat().st_mtime_ns == stamp and not (out / "run_002").exists()
     assert re.search(r"^Loss: .*$", again, re.MULTILINE)[0] == re.search(r"^Loss: .*$", text, re.MULTILINE)[0]
 
 
-def test_another_family_on_own_clips(tmp_path, capsys):
+def test_another_family_on_own_clips(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "spawn", Forked)
     clips = module.draw_dataset(tmp_path / "my clips", 3)
     text = here(capsys, tmp_path / "out", "--family", "ltxv-2b", "--media", str(clips), "--steps", "2")
     assert "noise" in text and "random weights" in text and "Yellow" not in text

@@ -12,7 +12,7 @@ from ltx_train.config import TrainConfig
 from ltx_train.errors import ConfigError
 from ltx_train.models.checkpoint import Checkpoint
 from ltx_train.models.transformer import load_transformer
-from ltx_train.runs.events import LoraEvent, SampleEvent, StatisticsEvent
+from ltx_train.runs.events import LoraEvent, SampleEvent, StatisticsEvent, StepEvent
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.training.sharded import check_sharded
 from tests.end_to_end.corridor import finish, fork, furthest, train
@@ -28,19 +28,30 @@ def full(home, out, *, steps=3, **sections):
     return TrainConfig.parse(job)
 
 
+def averaged(home, out, accumulation):
+    """Three steps of two samples each, with their snapshots kept: two micro-steps of one process, or one of two."""
+    return full(home, out, optimization={"ema": {"decay": 0.9}, "gradient_accumulation_steps": accumulation}, checkpoints={"interval": 1, "keep_last_n": 0})
+
+
 @pytest.fixture(scope="module")
 def alone(home, tmp_path_factory):
-    """Three steps of one process, two micro-steps each."""
-    return train(full(home, tmp_path_factory.mktemp("alone") / "run", optimization={"ema": {"decay": 0.9}, "gradient_accumulation_steps": 2}))
+    """One process."""
+    return train(averaged(home, tmp_path_factory.mktemp("alone") / "run", 2))
+
+
+@pytest.fixture(scope="module")
+def shards(home, tmp_path_factory):
+    """Two processes."""
+    config = averaged(home, tmp_path_factory.mktemp("shards") / "run", 1)
+    return finish(fork(config, ranks=2), config)
 
 
 def model_file(done):
     return done.run.path / done.events(LoraEvent)[-1].path
 
 
-def test_two_ranks_in_shards_equal_one_process(home, tmp_path, alone):
-    config = full(home, tmp_path / "run", optimization={"ema": {"decay": 0.9}})
-    done = finish(fork(config, ranks=2), config)
+def test_two_ranks_in_shards_equal_one_process(alone, shards):
+    done = shards
     assert done.losses == pytest.approx(alone.losses, rel=1e-5)
     assert furthest(done.snapshot, alone.snapshot) < 1e-5
     for group in ("optimizer", "ema"):
@@ -65,13 +76,13 @@ def test_the_model_file_loads_as_a_checkpoint_with_the_trained_weights(home, alo
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
-def test_other_process_counts_go_on_with_the_same_global_batch(home, tmp_path, alone, first, then):
-    config = full(home, tmp_path / "run", optimization={"ema": {"decay": 0.9}, "gradient_accumulation_steps": 2 // first}, checkpoints={"interval": 1, "keep_last_n": 0})
-    done = finish(fork(config, first), config)
-    for step in (3,):  # as if it had ended after two steps
-        shutil.rmtree(done.run.path / "checkpoints" / f"state_step_{step:05d}")
+def test_other_process_counts_go_on_with_the_same_global_batch(home, tmp_path, alone, shards, first, then):
+    """A copy of a run as if it had ended after two steps, gone on with by another number of processes."""
+    shutil.copytree((shards if first == 2 else alone).run.path, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "state_step_00003")
+    config = averaged(home, tmp_path / "run", 2 // first)
     done = finish(fork(config, then), config)
-    assert "distributed.global_batch" in done.warnings
+    assert "distributed.global_batch" in done.warnings and [e.step for e in done.events(StepEvent)] == [1, 2, 3, 3]
     assert done.losses == pytest.approx(alone.losses, rel=1e-5) and furthest(done.snapshot, alone.snapshot) < 1e-5
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ltx_train import launch
 from ltx_train.config import TrainConfig
 from ltx_train.data.cache import Cache, Manifest
 from ltx_train.errors import RunError, StopRequested
@@ -13,7 +14,7 @@ from ltx_train.run_setup import launch_job, open_training
 from ltx_train.runs.events import LoraEvent
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.tiny import media
-from tests.end_to_end.corridor import Done, at_step, furthest, train
+from tests.end_to_end.corridor import Done, Forked, at_step, furthest, train
 
 
 def opened_and_trained(config):
@@ -100,8 +101,9 @@ def test_other_peoples_folders_stay(home, tmp_path):
     assert open_training(home.config(tmp_path / "run")).run.path == tmp_path / "run_002"
 
 
-def test_live_run_attaches_stops_and_resumes(home, tmp_path):
-    """The real child: a second start attaches, a stop leaves a snapshot, going on ends where an unbroken run ends."""
+def test_live_run_attaches_stops_and_resumes(home, tmp_path, monkeypatch):
+    """A child: a second start attaches, a stop leaves a snapshot, going on ends where an unbroken run ends."""
+    monkeypatch.setattr(launch, "spawn", Forked)
     config = home.config(tmp_path / "run", optimization={"steps": 400}, checkpoints={"interval": None})
     opened = open_training(config)
     child = launch_job(opened)

@@ -21,12 +21,11 @@ from ltx_train.memory.saved import SavedTensors
 from ltx_train.parking import Asked, Lot, Parking, tensors_within
 from ltx_train.room import Parked
 from ltx_train.run_setup import find_run, launch_job, open_training, same_job
-from ltx_train.runs.command import TOKEN_VARIABLE
 from ltx_train.runs.events import JobEvent, LoraEvent, PhaseEvent, SampleEvent, SnapshotEvent, StateEvent
 from ltx_train.runs.exits import OUT_OF_MEMORY
 from ltx_train.runs.lock import ProcessId
 from ltx_train.runs.run_dir import RunDir, Status
-from tests.end_to_end.corridor import FORKS, Done, _work, finish, fork, same, train
+from tests.end_to_end.corridor import Done, Forked, finish, fork, same, train
 from tests.end_to_end.test_resume import settings
 
 STEPS = 6
@@ -263,22 +262,6 @@ def test_two_ranks_park_together(home, tmp_path, straight):
     asked(run, 0)
     done = finish(ranks, config("parts"))
     assert same(whole.snapshot, done.snapshot) and whole.losses == done.losses
-
-
-class Forked:
-    """A child of the fork server where the launcher expects a Popen."""
-
-    def __init__(self, run, options, token):
-        self.process = FORKS.Process(target=_work, args=(str(run.path), {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}))
-        self.process.start()
-        self.pid = self.process.pid
-
-    def poll(self):
-        return self.process.exitcode
-
-    def wait(self, timeout=None):
-        self.process.join(timeout)
-        return self.process.exitcode
 
 
 def test_the_launcher_has_a_parked_child_go_on(home, tmp_path, monkeypatch, capsys):

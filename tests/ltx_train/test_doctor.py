@@ -108,9 +108,8 @@ def test_a_file_without_statistics_is_named(tmp_path, silent):
     assert wrong == ["latents.unnormalised"] and found["base loss, video"].verdict == "warning"
 
 
-def cache_of(tmp_path, change=lambda latents, mean, std: latents):
-    """A preprocessed dataset of drawn clips; change: what another tool would have done to the latents."""
-    from ltx_train.data.cache import Cache, Manifest
+def encoded_clips(tmp_path):
+    """Drawn clips and their preprocessed dataset."""
     from ltx_train.data.dataset import DataSection
     from ltx_train.data.writers import write_video
     from ltx_train.encode import Target
@@ -129,28 +128,33 @@ def cache_of(tmp_path, change=lambda latents, mean, std: latents):
     codec = EngineCodec(checkpoint, device="cpu", dtype=torch.float32)
     root = tmp_path / "cache"
     preprocess(DataSection(dataset=str(clips), resolution_buckets="64x64x17", cache_dir=str(root)), Target.of(checkpoint), codec, Quiet())
-    source, cache = checkpoint.source("video_vae"), Cache(root)
+    return clips, root
+
+
+def make_raw(root):
+    """Take the normalisation back from a cache's latents, as another tool would have left them."""
+    from ltx_train.data.cache import Cache, Manifest
+
+    source, cache = FITTED.open().source("video_vae"), Cache(root)
     mean, std = (source.get(f"per_channel_statistics.{n}", dtype=torch.float32).view(-1, 1, 1, 1) for n in ("mean-of-means", "std-of-means"))
     for entry in Manifest.read(root / "index.json").entries:
         path = cache.path(entry.video)
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata()
-        tensors = load_file(path)
+        tensors = {name: value.clone() for name, value in load_file(path).items()}
         (name,) = tensors
-        save_file({name: change(tensors[name].float(), mean, std).to(tensors[name].dtype)}, path, metadata)
-    return clips, root
+        save_file({name: (tensors[name].float() * std + mean).to(tensors[name].dtype)}, path, metadata)
 
 
 def test_the_users_clips_and_their_cache_pass_and_raw_latents_are_named(tmp_path, silent):
-    clips, root = cache_of(tmp_path)
+    clips, root = encoded_clips(tmp_path)
     found, wrong = visit(tmp_path, FITTED.model, FITTED.text_encoder, dataset=clips, buckets="64x64x17")
     assert wrong == [] and "6 clips of the dataset" in found["dataset"].message
     found, wrong = visit(tmp_path, FITTED.model, FITTED.text_encoder, dataset=root)
     assert wrong == [] and "6 of the cache" in found["dataset"].message
 
-    (tmp_path / "raw").mkdir()
-    _, raw = cache_of(tmp_path / "raw", lambda latents, mean, std: latents * std + mean)
-    found, wrong = visit(tmp_path, FITTED.model, FITTED.text_encoder, dataset=raw)
+    make_raw(root)
+    found, wrong = visit(tmp_path, FITTED.model, FITTED.text_encoder, dataset=root)
     assert wrong == ["latents.unnormalised"] and found["video VAE"].verdict == "pass"
     assert "Encode the dataset again" in found["base loss, video"].hint
 

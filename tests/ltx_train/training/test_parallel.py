@@ -54,28 +54,42 @@ print(json.dumps(out))
 """
 
 
-def ranks(world):
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    if world == 1:
-        environment = {"OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            env={**os.environ, **environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(world)
-    ]
-    outputs = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [0] * world, outputs
-    return [json.loads(out.decode().strip().splitlines()[-1]) for out, _ in outputs]
+# the children of one process that has loaded torch: what else they load is their own affair
+FORKS = """
+import json, os, sys, torch, torch._dynamo
+script, environments = json.loads(sys.stdin.read())
+children = []
+for environment, path in environments:
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(environment)
+        sys.stdout = open(path, "w")
+        try:
+            exec(compile(script, "ranks", "exec"), {"__name__": "__main__"})
+            sys.stdout.flush()
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+    children.append(pid)
+sys.exit(any([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]))
+"""
 
 
 @pytest.fixture(scope="module")
-def worlds():
-    return ranks(1)[0], ranks(2)
+def worlds(tmp_path_factory):
+    """What one process alone printed, and what each of two ranks did."""
+    folder = tmp_path_factory.mktemp("ranks")
+    two = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environments = [({}, str(folder / "alone")), *(({**two, "RANK": str(r), "LOCAL_RANK": str(r)}, str(folder / f"{r}")) for r in range(2))]
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    output = process.communicate(json.dumps([SCRIPT, environments]), timeout=240)
+    assert process.returncode == 0, output
+    one, *ranks = [json.loads(Path(path).read_text().strip().splitlines()[-1]) for _, path in environments]
+    return one, ranks
 
 
 def test_two_ranks_with_unequal_batches_take_the_step_of_one(worlds):
