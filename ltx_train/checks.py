@@ -18,6 +18,7 @@ from .lora.adapters import target_linears
 from .lora.files import read_lora
 from .lora.targets import select, unmatched
 from .memory.capability import Facts, capability
+from .memory.quantization import QUANTIZERS
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer, load_transformer, transformer_source
 from .models.weights import check_weights
@@ -53,7 +54,10 @@ def check_packages(config: TrainConfig) -> list[str]:
     verdict = capability(config.acceleration.quantization, Facts.here(device))
     if verdict.action == "refuse":
         raise ConfigError("quantization.refused", f"quantization {config.acceleration.quantization} cannot work here.", verdict.reason)
-    return [f"device: {device}"] + ([f"quantization: {verdict.instead} instead, {verdict.reason}"] if verdict.action == "fallback" else [])
+    used = verdict.instead if verdict.action == "fallback" else config.acceleration.quantization
+    caution = QUANTIZERS[used].caution if used is not None else ""
+    replaced = [f"quantization: {used} instead, {verdict.reason}"] if verdict.action == "fallback" else []
+    return [f"device: {device}", *replaced, *([f"quantization: {caution}"] if caution else [])]
 
 
 def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:

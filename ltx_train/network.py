@@ -50,6 +50,8 @@ def load_network(
     dtype = acceleration.compute_dtype(device)
     settings = engine_settings(acceleration, facts, device, recompute=recompute, dropout=dropout, warn=live.warn) if frozen and own_layers else None
     quantizer = choose(acceleration.quantization, facts, warn)
+    if quantizer is not None and quantizer.caution:
+        live.warn("quantization.coarse", quantizer.caution, "It is for experiments: int4-quanto, nf4 and the 8-bit formats are within 2 %.")
     host = torch.device("cpu")
     on_host = _streamed_names(checkpoint, settings.streamed) if settings is not None else ()
     engines: list[BlockEngine] = []

@@ -7,6 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from ltx_train.checks import check_packages
+from ltx_train.config import TrainConfig
 from ltx_train.errors import ConfigError
 from ltx_train.memory.capability import Facts
 from ltx_train.memory.engine import BlockEngine
@@ -41,6 +43,18 @@ def test_streamed_weights_are_the_loaded_ones():
 def test_what_cannot_go_together_is_refused_before_loading(fields, kinds, name):
     with pytest.raises(ConfigError, match=name):
         load_network(None, AccelerationSection(**fields), CPU, streams=("video",), live=LIVE, **kinds)
+
+
+@pytest.mark.parametrize(("quantization", "codes"), [("int2-quanto", ["quantization.coarse"]), ("int4-quanto", [])])
+def test_a_kind_that_harms_the_base_says_so(quantization, codes):
+    """In the run and in its check beforehand; what it costs is measured in tests/end_to_end/test_quantised.py."""
+    said = []
+    live = SimpleNamespace(warn=lambda code, message, hint="": said.append((code, message)), progress=LIVE.progress)
+    section = AccelerationSection(mixed_precision_mode="no", quantization=quantization)
+    load_network(Checkpoint.open(DATA / "ltx2.3.checkpoint.safetensors"), section, CPU, streams=("audio",), live=live)
+    assert [code for code, _ in said] == codes and all("a third higher" in message for _, message in said)
+    job = TrainConfig.parse({"model": {"model_path": "m.safetensors"}, "data": {"dataset": "d"}, "lora": {}, "output_dir": "o", "acceleration": {"device": "cpu", "quantization": quantization}})
+    assert [line for line in check_packages(job) if "quantization" in line] == [f"quantization: {message}" for _, message in said]
 
 
 def test_a_block_is_moved_away_before_the_next_one_is_read(monkeypatch, tmp_path):
