@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import shutil
 import threading
 import time
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_train import trainer
@@ -18,7 +20,7 @@ from ltx_train.models.codec import EngineCodec
 from ltx_train.runs.events import SampleEvent, StepEvent, WarningEvent
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.training.snapshots import load_snapshot
-from tests.end_to_end.corridor import Done, at_step, same, train
+from tests.end_to_end.corridor import Done, at_step, finish, fork, furthest, same, train
 
 ONE = {"batch_size": 1, "scheduler_type": "constant"}
 
@@ -72,24 +74,48 @@ def spoil_gradient(self, index):
     self.clip = spoilt
 
 
-def test_nan_in_a_cache_file(home, tmp_path, cache):
-    """The steps of that clip are skipped and name it with its noise level; all other clips train."""
-    entry = Manifest.read(cache).entries[2]
+def spoil_clip(cache, index):
+    """One number of a clip's latents is NaN; its entry."""
+    entry = Manifest.read(cache).entries[index]
     path = Cache(cache).path(entry.video)
     tensors = load_file(path)
-    from safetensors import safe_open
-
     with safe_open(str(path), "pt") as file:
         about = file.metadata()
     tensors["latents"][0, 0, 0, 0] = math.nan
     save_file({n: t.clone() for n, t in tensors.items()}, path, metadata=about)
-    done = train(settings(home, tmp_path / "run", cache, steps=10, checkpoints={"interval": 2}))
+    return entry
+
+
+def test_nan_in_a_cache_file(home, tmp_path, cache):
+    """The steps of that clip are skipped before the optimizer moves, and name it with its noise level; all other clips train."""
+    entry = spoil_clip(cache, 2)
+    done = train(settings(home, tmp_path / "run", cache, steps=10, checkpoints={"interval": 1, "keep_last_n": 0}))
     warnings = done.events(WarningEvent)
     assert len(warnings) == 2 and {w.code for w in warnings} == {"step.not_finite"}, "ten steps are two passes over five clips"
     assert all(entry.id in w.message and "sigma" in w.hint for w in warnings)
-    assert [s for s, e in done.steps.items() if e.loss is None] == [int(w.message.split()[1]) for w in warnings]
+    skipped = [s for s, e in done.steps.items() if e.loss is None]
+    assert skipped == [int(w.message.split()[1]) for w in warnings]
+    states = {n: load_snapshot(done.run.path / "checkpoints" / f"state_step_{n:05d}") for n in range(1, 11)}
+    for group in ("weights", "optimizer"):
+        tensors = {n: state.tensors(group) for n, state in states.items()}
+        stayed = [n for n in range(2, 11) if all(torch.equal(tensors[n - 1][k], t) for k, t in tensors[n].items())]
+        assert stayed == [n for n in skipped if n > 1], group
     assert all(torch.isfinite(t).all() for t in done.snapshot["weights"].values())
     assert len(done.steps) == 10 and done.steps[10].loss_average is not None
+
+
+@pytest.mark.skipif(os.environ.get("LTX_TRAIN_LONG") != "1", reason="LTX_TRAIN_LONG=1 trains with two ranks")
+def test_nan_in_a_cache_file_of_one_rank(home, tmp_path, cache):
+    """Every rank skips the step that one of them has the broken clip in; the clip is named, the rest is as with one rank."""
+    entry = spoil_clip(cache, 2)
+    batch = lambda n: {"optimization": {"batch_size": n, "optimizer_params": {"eps": 1e-3}, "learning_rate": 1e-3}}  # noqa: E731 - as in test_ranks.py
+    alone = train(settings(home, tmp_path / "alone", cache, steps=6, **batch(2)))
+    config = settings(home, tmp_path / "two", cache, steps=6, **batch(1))
+    two = finish(fork(config, 2), config)
+    bad = [s for s, e in alone.steps.items() if e.loss is None]
+    assert bad and [s for s, e in two.steps.items() if e.loss is None] == bad
+    assert all(entry.id in w.message for done in (alone, two) for w in done.events(WarningEvent) if w.code == "step.not_finite")
+    assert furthest(alone.snapshot, two.snapshot) < 1e-5
 
 
 def test_nan_in_a_trained_weight(home, tmp_path, cache):
