@@ -22,12 +22,12 @@ from .memory.quantization import QUANTIZERS
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer, load_transformer, transformer_source
 from .models.weights import check_weights
-from .parts import check_family
 from .preprocess import report_on
 from .run_setup import find_run
 from .sampling.recipe import ValidationSection
 from .trained_weights import newest_weights
 from .training.parallel import single_device
+from .training_data import check_family
 
 
 def check_config(config: TrainConfig) -> list[str]:

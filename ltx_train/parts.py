@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +13,14 @@ from torch import Tensor
 from .conditioning.modes import TrainingStrategySection
 from .config import TrainConfig, digest
 from .contexts import ContextStore
-from .data.dataset import Batch, Batches, TrainingDataset, open_dataset
+from .data.dataset import Batch, Batches, TrainingDataset
 from .data.sampler import BucketSampler, Stage
-from .errors import ConfigError, DataError
-from .held_out import HeldOut, Portion, split
+from .errors import ConfigError
+from .held_out import HeldOut
 from .models.checkpoint import Checkpoint
 from .network import load_network
 from .planner import has_auto, plan_here, work_of
-from .preprocess import engine_codec, ensure
+from .preprocess import engine_codec
 from .runs.events import PlanEvent
 from .runs.live import LiveRun
 from .runs.model_card import ModelCard
@@ -32,9 +31,13 @@ from .training.parallel import Parallel, keep_global_batch
 from .training.snapshots import last_state
 from .training.step import StepOutput, TrainStep
 from .training.trainable import Trainable
+from .training_data import TrainingData, open_data, texts_of
 
 if TYPE_CHECKING:
-    from .validation import Validator
+    from .models.codec import EngineCodec
+    from .models.transformer import LTXTransformer
+    from .sampling.recipe import ValidationSection
+    from .validation import PreparedSample, Validator
 
 
 @dataclass(frozen=True)
@@ -96,75 +99,95 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
 
     Text encoder and VAEs (preprocessing), then the connectors (contexts), then the transformer.
     """
-    from .validation import Validator, condition_warning, encode_texts, prepare_samples, text_key
+    from .validation import Validator
 
     for section in (config.logging, config.wandb, config.hub):
         section.check()
     config.optimization.require_packages()
     checkpoint = config.model.open()
-    strategy = config.training_strategy
     validation = config.validation if config.validation.active else None
-    texts = validation.texts() if validation is not None else []
-    root = ensure(config, checkpoint, live, parallel, texts)
-    dataset = open_dataset(
-        root, factors=checkpoint.video_factors, audio_grid=checkpoint.audio_grid if checkpoint.family.audio else None,
-        index=config.data.index, directories=strategy.directories(),
-    )  # fmt: skip
-    check_family(dataset, checkpoint)
-    dataset, held = hold_out(config, strategy, checkpoint, dataset, live)
-    check_prior(config, dataset)
-    strategy = settle_sound(strategy, dataset, checkpoint, live)
-    streams = strategy.streams().present
-    codec = engine_codec(checkpoint, config.acceleration, parallel.device)
-    known = texts_of(dataset)
-    empty = dataset.empty_text()
-    if config.data.caption_dropouts and empty is None and checkpoint.has("text_encoder"):
-        texts, empty = [*texts, ""], text_key("")  # a cache of another tool: the empty caption is encoded now
-    features = encode_texts([t for t in texts if t not in known], codec)
-    prepared = prepare_samples(validation, checkpoint, codec, lambda text: known.get(text, text_key(text)), condition_warning(live)) if validation is not None else []
-    codec.release()
-    apart = set(held.text_keys()) - set(dataset.text_keys()) if held is not None else set()
-    needed = {key for p in prepared if p is not None for key in (p.positive, p.negative)}
-    wanted = set(streams) | {s for p in prepared if p is not None for s in p.streams}
-    contexts = ContextStore(
-        checkpoint, lambda key: features[key] if key in features else (held.features(key) if key in apart else dataset.features(key)), video="video" in wanted, audio="audio" in wanted,
-        device=parallel.device, dtype=config.acceleration.compute_dtype(parallel.device),
-    )  # fmt: skip
-    with live.phase("text contexts"):
-        dropped = [empty] if empty is not None and config.data.caption_dropouts else []
-        contexts.prepare([*dataset.text_keys(), *dropped, *sorted(needed | apart)], lambda done, total: live.progress("text contexts", done, total, unit="captions"))
-    feed = build_feed(config, strategy, dataset, contexts, live, parallel, empty)
-    config = settle_memory(config, checkpoint, dataset, feed.batches.get(0, 0), parallel.device, live)
+    data = open_data(config, checkpoint, live, parallel, validation.texts() if validation is not None else [])
+    encoded = encode_texts_and_previews(config, checkpoint, data, validation, live, parallel)
+    feed = build_feed(config, data.strategy, data.dataset, encoded.contexts, live, parallel, encoded.empty)
+    config = settle_memory(config, checkpoint, data.dataset, feed.batches.get(0, 0), parallel.device, live)
     with live.phase("load the model"):
-        recompute = config.acceleration.checkpoints_activations(config.optimization.enable_gradient_checkpointing)
-        if config.model.training_mode == "full" and parallel.world > 1:
-            transformer = load_shards(config, checkpoint, parallel, streams, recompute)
-        else:
-            dropout = config.lora is not None and config.lora.dropout > 0
-            transformer = load_network(
-                checkpoint, config.acceleration, parallel.device, streams=streams, live=live, dropout=dropout, recompute=recompute,
-                frozen=config.model.training_mode == "lora", own_layers=config.lora is None or config.lora.kind in ("lora", "rslora"),
-            )  # fmt: skip
-        trainable = build_trainable(config, strategy, checkpoint, transformer, dataset, live, parallel)
+        transformer = load_base(config, checkpoint, parallel, data.strategy.streams().present, live)
+        trainable = build_trainable(config, data.strategy, checkpoint, transformer, data.dataset, live, parallel)
     trainable.share(parallel)
+    acceleration, ema = config.acceleration, config.optimization.ema
+    base = trainable.adapters.disabled if isinstance(trainable, LoraResult) else None
     balance = ModalityBalance(config.flow_matching, parallel.device)
-    ema = config.optimization.ema
-    base = trainable.adapters.disabled if isinstance(trainable, LoraResult) else nullcontext
-    step = TrainStep(transformer, strategy, config.flow_matching, config=checkpoint.transformer, balance=balance, base=base)
+    step = TrainStep(transformer, data.strategy, config.flow_matching, config=checkpoint.transformer, balance=balance, base=base or nullcontext)
     return Parts(
         data=feed,
         step=step,
         trainable=trainable,
-        optimizer=config.optimization.build_optimizer(trainable.parameters(), in_ram=config.acceleration.optimizer_in_ram == "on"),
-        scaler=torch.amp.GradScaler(parallel.device.type, enabled=config.acceleration.dtype == torch.float16 and parallel.device.type != "cpu"),
+        optimizer=config.optimization.build_optimizer(trainable.parameters(), in_ram=acceleration.optimizer_in_ram == "on"),
+        scaler=torch.amp.GradScaler(parallel.device.type, enabled=acceleration.dtype == torch.float16 and parallel.device.type != "cpu"),
         ema=Ema(trainable.named_parameters(), ema) if ema is not None else None,
         validator=Validator(
-            validation, checkpoint, prepared, contexts, codec, transformer, base=base, offload_optimizer=config.acceleration.offload_optimizer_during_validation
+            validation, checkpoint, encoded.previews, encoded.contexts, encoded.codec, transformer, base=base or nullcontext,
+            offload_optimizer=acceleration.offload_optimizer_during_validation,
         ) if validation is not None else None,
-        identity=identity_of(config, checkpoint, dataset),
-        together=1 if config.acceleration.accumulate_together == "auto" else min(config.acceleration.accumulate_together, feed.accumulation),
-        held_out=HeldOut(held, contexts, step, parallel.device, base=base if isinstance(trainable, LoraResult) else None) if held is not None else None,
-    )
+        identity=identity_of(config, checkpoint, data.dataset),
+        together=1 if acceleration.accumulate_together == "auto" else min(acceleration.accumulate_together, feed.accumulation),
+        held_out=HeldOut(data.held_out, encoded.contexts, step, parallel.device, base=base) if data.held_out is not None else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What the encoders made before the transformer is loaded.
+
+    previews: by validation sample; None for one left out. empty: key of the empty caption, where dropout may ask for it.
+    """
+
+    contexts: ContextStore
+    previews: list[PreparedSample | None]
+    codec: EngineCodec
+    empty: str | None
+
+
+def encode_texts_and_previews(
+    config: TrainConfig, checkpoint: Checkpoint, data: TrainingData, validation: ValidationSection | None, live: LiveRun, parallel: Parallel
+) -> Encoded:
+    """Contexts of every caption and prompt, and the previews' media encoded; the encoders are freed again."""
+    from .validation import condition_warning, encode_texts, prepare_samples, text_key
+
+    dataset, held = data.dataset, data.held_out
+    codec = engine_codec(checkpoint, config.acceleration, parallel.device)
+    texts, known, empty = validation.texts() if validation is not None else [], texts_of(dataset), dataset.empty_text()
+    if config.data.caption_dropouts and empty is None and checkpoint.has("text_encoder"):
+        texts, empty = [*texts, ""], text_key("")  # a cache of another tool: the empty caption is encoded now
+    features = encode_texts([t for t in texts if t not in known], codec)
+    previews: list[PreparedSample | None] = []
+    if validation is not None:
+        previews = prepare_samples(validation, checkpoint, codec, lambda text: known.get(text, text_key(text)), condition_warning(live))
+    codec.release()
+    made = [p for p in previews if p is not None]
+    apart = set(held.text_keys()) - set(dataset.text_keys()) if held is not None else set()
+    wanted = {*data.strategy.streams().present, *(s for p in made for s in p.streams)}
+    contexts = ContextStore(
+        checkpoint, lambda key: features[key] if key in features else (held.features(key) if key in apart else dataset.features(key)),
+        video="video" in wanted, audio="audio" in wanted, device=parallel.device, dtype=config.acceleration.compute_dtype(parallel.device),
+    )  # fmt: skip
+    with live.phase("text contexts"):
+        dropped = [empty] if empty is not None and config.data.caption_dropouts else []
+        needed = {key for p in made for key in (p.positive, p.negative)} | apart
+        contexts.prepare([*dataset.text_keys(), *dropped, *sorted(needed)], lambda done, total: live.progress("text contexts", done, total, unit="captions"))
+    return Encoded(contexts, previews, codec, empty)
+
+
+def load_base(config: TrainConfig, checkpoint: Checkpoint, parallel: Parallel, streams: Sequence[str], live: LiveRun) -> LTXTransformer:
+    """The transformer that is trained or adapted: in shards for full fine-tuning over several ranks, else as the memory settings say."""
+    recompute = config.acceleration.checkpoints_activations(config.optimization.enable_gradient_checkpointing)
+    if config.model.training_mode == "full" and parallel.world > 1:
+        return load_shards(config, checkpoint, parallel, streams, recompute)
+    return load_network(
+        checkpoint, config.acceleration, parallel.device, streams=streams, live=live, recompute=recompute,
+        dropout=config.lora is not None and config.lora.dropout > 0, frozen=config.model.training_mode == "lora",
+        own_layers=config.lora is None or config.lora.kind in ("lora", "rslora"),
+    )  # fmt: skip
 
 
 def settle_memory(config: TrainConfig, checkpoint: Checkpoint, dataset: TrainingDataset, first: Batch, device: torch.device, live: LiveRun) -> TrainConfig:
@@ -187,78 +210,6 @@ def settle_memory(config: TrainConfig, checkpoint: Checkpoint, dataset: Training
         return config
     live.emit(PlanEvent(message=plan.why, settings=plan.settings()))
     return config.model_copy(update={"acceleration": plan.section})
-
-
-def hold_out(
-    config: TrainConfig, strategy: TrainingStrategySection, checkpoint: Checkpoint, dataset: TrainingDataset, live: LiveRun
-) -> tuple[TrainingDataset, TrainingDataset | None]:
-    """(what is trained on, what the held-out loss is measured on or None): another dataset, or a share of this one."""
-    section = config.data
-    if section.held_out_root:
-        other = open_dataset(
-            Path(section.held_out_root), factors=checkpoint.video_factors, audio_grid=checkpoint.audio_grid if checkpoint.family.audio else None,
-            directories=strategy.directories(),
-        )  # fmt: skip
-        check_family(other, checkpoint)
-        return dataset, other
-    if section.held_out_share == 0:
-        return dataset, None
-    trained, held = split(dataset, section.held_out_share)
-    if not held:
-        live.warn("held_out.too_few", "There are too few clips to keep any out of training.", "data.held_out_share needs at least two files.")
-        return dataset, None
-    return Portion(dataset, trained), Portion(dataset, held)
-
-
-def check_family(dataset: TrainingDataset, checkpoint: Checkpoint) -> None:
-    """Refuse a cache that another family's model made."""
-    manifest = getattr(dataset, "manifest", None)
-    made_for = manifest.model.get("family") if manifest is not None else None
-    if made_for and made_for != checkpoint.family.name:
-        raise DataError(
-            "cache.family", f"The cache was made for {made_for}; the model is {checkpoint.family.name}.",
-            "Their latents and text features differ: preprocess the dataset again with this model.",
-        )  # fmt: skip
-
-
-def check_prior(config: TrainConfig, dataset: TrainingDataset) -> None:
-    """Refuse clips that train towards the base model's prediction where the base model itself is changed."""
-    if config.model.training_mode == "full" and getattr(dataset, "has_prior", bool)():
-        raise ConfigError(
-            "full.prior", "Prior preservation needs the base model, which full fine-tuning changes.",
-            "Set regularisation: plain for that source, or train a LoRA.",
-        )  # fmt: skip
-
-
-def settle_sound(strategy: TrainingStrategySection, dataset: TrainingDataset, checkpoint: Checkpoint, live: LiveRun) -> TrainingStrategySection:
-    """The strategy as this data and model allow: sound beside video is left out where no clip has any (said once).
-
-    Raises ConfigError or DataError where sound is what the mode is for.
-    """
-    streams = strategy.streams()
-    if streams.audio == "absent":
-        return strategy
-    if not checkpoint.family.audio:
-        if streams.video == "generated" and streams.audio == "generated":
-            live.warn("mode.no_audio_model", f"{checkpoint.family.title} has no sound: only video is trained.")
-            return strategy.without_audio()
-        raise ConfigError("mode.no_audio_model", f"{checkpoint.family.title} has no sound; the strategy needs it.", "Use LTX-2, 2.3 or 2.5, or another mode.")
-    coverage = dataset.audio_coverage()
-    if coverage == 0:
-        if streams.video == "generated" and streams.audio == "generated":
-            live.warn("data.no_sound", "No clip has sound: only the video stream is trained, and no sound module is adapted.")
-            return strategy.without_audio()
-        strategy.check_sound(len(dataset), len(dataset))
-    elif coverage < 1:
-        silent = round(len(dataset) * (1 - coverage))
-        live.warn("data.some_silent", f"{silent} of {len(dataset)} clips have no sound; they count for the video loss only.")
-    return strategy
-
-
-def texts_of(dataset: TrainingDataset) -> Mapping[str, str]:
-    """Text -> key of the texts whose features the cache holds."""
-    manifest = getattr(dataset, "manifest", None)
-    return manifest.texts if manifest is not None else {}
 
 
 def build_feed(

@@ -11,7 +11,7 @@ _OWN = {
     OK: ("The run finished.", ""),
     CRASH: ("The trainer crashed.", "The log's last lines hold the traceback; please report it with them."),
     USER_ERROR: ("The job cannot be done as it is set up.", ""),
-    STOPPED: ("The run was stopped; starting it again goes on from its last snapshot.", ""),
+    STOPPED: ("The run was stopped; starting it again goes on from what it saved last.", ""),
     OUT_OF_MEMORY: ("Out of memory.", "Choose a smaller resolution, fewer frames, a lower rank, quantization, or let the plan stream blocks from RAM."),
 }
 
