@@ -25,7 +25,7 @@ class LoraSection(Section):
 
     rank: int = Field(64, ge=2, description="Rank of the update: its capacity and file size.")
     alpha: float = Field(64, gt=0, description="The update is scaled by alpha / rank.")
-    dropout: float = Field(0.0, ge=0, le=1, description="Dropout on the adapter's input.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: list[str] = Field(
         default=["to_k", "to_q", "to_v", "to_out.0"], min_length=1,
         description="Names or ends of names of modules, groups (video, audio, cross_modal, ff, text, ...), or re:<regular expression>.",

@@ -39,9 +39,21 @@ class EventLog:
             record = {"v": event.v, "seq": event.seq, "t": event.t, "type": event.type}
             record.update(_finite(event.model_dump(mode="json", exclude_defaults=True)))
             record.update({name: _finite(getattr(event, name)) for name, info in type(event).model_fields.items() if info.is_required()})
+            self._reopen_if_removed()
             self._file.write(utf8(json.dumps(record, ensure_ascii=False, allow_nan=False)) + b"\n")
             self._file.flush()
         return event
+
+    def _reopen_if_removed(self) -> None:
+        """Where the file or its folder was removed meanwhile, what follows goes into a new one: written to the old, nobody would read it."""
+        try:
+            os.stat(self.path)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = open(self.path, "ab", buffering=0)
+        except OSError:  # a share that is away for a moment: the write tells
+            pass
 
     def close(self) -> None:
         with self._lock:

@@ -1,6 +1,8 @@
 """Events: written as whole lines, read tolerantly with a byte offset, rebuilt after a resume."""
 
 import json
+import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -50,6 +52,15 @@ def test_a_loss_that_is_not_finite_reads_as_none(tmp_path):
     text = (tmp_path / "e").read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert read_events(tmp_path / "e").events[0].loss is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps a file that is open")
+def test_what_follows_a_removed_file_is_still_read(tmp_path):
+    log = EventLog(tmp_path / "run" / "e")
+    log.write(step(1))
+    shutil.rmtree(tmp_path / "run")
+    log.write(step(2)), log.write(step(3))
+    assert [e.step for e in read_events(tmp_path / "run" / "e").events] == [2, 3]
 
 
 def test_unknown_fields_are_refused_on_writing(tmp_path):
