@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from .doctor_probes import (
     snr,
     wiener_loss,
 )
+from .doctor_report import Check, Diagnosis
 from .errors import LtxTrainError
 from .geometry import Latents, VideoGrid
 from .models.checkpoint import Checkpoint
@@ -51,44 +52,6 @@ MOST_LOSS = 0.85
 LEAST_CLIPS = 4
 """Fewer clips say nothing about captions; so many sounds are sent through the vocoder."""
 _STATISTICS = ("per_channel_statistics.mean-of-means", "per_channel_statistics.std-of-means")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One question and its answer. verdict: pass, warning, fail, skipped. code: permanent name of what is wrong."""
-
-    name: str
-    verdict: str
-    message: str
-    code: str = ""
-    hint: str = ""
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Diagnosis:
-    """All checks of a model; ``healthy`` when none failed. preview: the file of the step-0 preview, if one was made."""
-
-    model: str
-    checks: list[Check] = field(default_factory=list)
-    preview: Path | None = None
-
-    @property
-    def problems(self) -> list[Check]:
-        return [c for c in self.checks if c.verdict == "fail"]
-
-    @property
-    def healthy(self) -> bool:
-        return not self.problems
-
-    def __getitem__(self, name: str) -> Check:
-        return next(c for c in self.checks if c.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model, "healthy": self.healthy, "problems": [c.code for c in self.problems], "checks": [asdict(c) for c in self.checks],
-            "preview": None if self.preview is None else str(self.preview),
-        }  # fmt: skip
 
 
 class Doctor:

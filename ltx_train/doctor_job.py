@@ -10,7 +10,8 @@ import torch
 
 from .contexts import ContextStore
 from .data.dataset import DataSection
-from .doctor import Check, Diagnosis, Doctor
+from .doctor import Doctor
+from .doctor_report import Check, Diagnosis
 from .errors import LtxTrainError, utf8
 from .memory.settings import AccelerationSection
 from .models.checkpoint import Checkpoint

@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("preprocess", "encode", "planner", "autotune", "launch", "spawn", "environment", "contexts", "validation", "parts", "training_data", "trained_weights", "run_setup", "decode", "network", "sample_media", "sample_job", "room", "contact_sheet", "held_out", "fields", "checks", "parking", "saves"),
     ("trainer",),
-    ("worker", "bootstrap", "captioner", "controls", "tools", "doctor", "doctor_probes", "doctor_job", "tiny", "bench"),
+    ("worker", "bootstrap", "captioner", "controls", "tools", "doctor", "doctor_probes", "doctor_report", "doctor_job", "tiny", "bench"),
     ("__main__", "cli", "demo", "demo_chart"),
 )
 # the corridor's files of one floor may lean on each other, as neighbours in a room do

@@ -33,8 +33,8 @@ def add(verbs: argparse._SubParsersAction) -> None:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Examine, show each check as it is done; exit code 0 when nothing failed, else 2."""
-    from ..doctor import Check
     from ..doctor_job import examine
+    from ..doctor_report import Check
     from ..memory.settings import AccelerationSection
 
     console = Console(stderr=options.json)

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_train.__main__ import main
-from ltx_train.doctor import Check, Diagnosis
 from ltx_train.doctor_job import REPORT, examine, open_files
 from ltx_train.doctor_probes import drawn_probes, mean_and_error, psnr, scan, snr, wiener_loss
+from ltx_train.doctor_report import Check, Diagnosis
 from ltx_train.geometry import Latents, VideoGrid
 from ltx_train.memory.settings import AccelerationSection
 from ltx_train.tiny.drawing import FPS, KNOWN, Scenes, draw, sound
