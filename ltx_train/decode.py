@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .data.cache import Cache, ManifestEntry
+from .data.cache import Cache
+from .data.manifest import ManifestEntry
 from .data.writers import write_png, write_video, write_wav
 from .errors import DataError
 from .geometry import AudioGrid, Grid, Latents, VideoFactors, VideoGrid

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .data.buckets import ClipPlan, encode_batches
-from .data.cache import Cache, Manifest, ManifestEntry, forecast, manifest_entry
+from .data.cache import Cache, forecast
 from .data.dataset import DataSection
 from .data.findings import Finding, MediaError
+from .data.manifest import Manifest, ManifestEntry, manifest_entry
 from .data.report import Report
 from .errors import DataError, size_text
 from .geometry import AudioGrid, Latents, VideoFactors, VideoGrid

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .data.cache import Cache, Manifest
+from .data.cache import Cache
 from .data.dataset import DataSection
+from .data.manifest import Manifest
 from .data.report import Report, make_report, usable_or_raise
 from .encode import Preprocessor, Reporter, Target
 from .errors import DataError

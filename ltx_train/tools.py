@@ -14,8 +14,9 @@ from .captioner import CaptionJob, EndpointCaptioner, LocalCaptioner, caption_da
 from .config import Job, ModelSection
 from .controls import BlurControl, CannyControl, GreyControl, LowResolutionControl, ReferenceJob, make_references
 from .controls.depth import DepthControl
-from .data.cache import Cache, Manifest
+from .data.cache import Cache
 from .data.listing import VIDEO_EXTENSIONS
+from .data.manifest import Manifest
 from .data.scenes import SceneSection, split
 from .decode import decode_entry
 from .errors import DataError, RunError

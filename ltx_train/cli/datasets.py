@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.table import Table
 
 from ..config import ModelSection, PreprocessJob, parse_section
-from ..data.cache import Cache, Manifest
+from ..data.cache import Cache
 from ..data.dataset import DataSection
+from ..data.manifest import Manifest
 from ..data.report import usable_or_raise
 from ..encode import Target
 from ..errors import ConfigError, DataError

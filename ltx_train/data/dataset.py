@@ -17,8 +17,9 @@ from ..section import Section
 from ..text import Context, TextFeatures
 from ..transfer import upload
 from .buckets import ClipOptions
-from .cache import Cache, Manifest
+from .cache import Cache
 from .items import Item, TrainingDataset
+from .manifest import Manifest
 from .precomputed import PrecomputedDataset, find_root
 from .reading import Key, Reader, Warn
 from .sampler import BucketSampler, Stage, Unit

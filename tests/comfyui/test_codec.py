@@ -19,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_train.config import PreprocessJob
-from ltx_train.data.cache import Cache, Manifest
+from ltx_train.data.cache import Cache
+from ltx_train.data.manifest import Manifest
 from ltx_train.models.codec import EngineCodec
 from ltx_train.preprocess import run
 from ltx_train.runs.live import LiveRun

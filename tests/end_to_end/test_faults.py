@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_train import trainer
-from ltx_train.data.cache import Cache, Manifest
+from ltx_train.data.cache import Cache
+from ltx_train.data.manifest import Manifest
 from ltx_train.errors import DataError, LtxTrainError
 from ltx_train.models.codec import EngineCodec
 from ltx_train.runs.events import SampleEvent, StepEvent, WarningEvent

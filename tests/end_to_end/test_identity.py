@@ -8,7 +8,8 @@ import pytest
 
 from ltx_train import launch
 from ltx_train.config import TrainConfig
-from ltx_train.data.cache import Cache, Manifest
+from ltx_train.data.cache import Cache
+from ltx_train.data.manifest import Manifest
 from ltx_train.errors import RunError, StopRequested
 from ltx_train.run_setup import launch_job, open_training
 from ltx_train.runs.events import LoraEvent

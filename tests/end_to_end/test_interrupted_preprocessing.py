@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltx_train.data.cache import Manifest
 from ltx_train.data.dataset import DataSection
+from ltx_train.data.manifest import Manifest
 from ltx_train.encode import Target
 from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, VideoFactors

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ltx_train.data.cache import Cache, Manifest
+from ltx_train.data.cache import Cache
+from ltx_train.data.manifest import Manifest
 from ltx_train.errors import ConfigError
 from ltx_train.runs.events import StatisticsEvent
 from ltx_train.training.step import TrainStep

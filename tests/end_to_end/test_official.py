@@ -7,7 +7,8 @@ import yaml
 from ltx_train.__main__ import main
 from ltx_train.checks import check_config
 from ltx_train.config import TrainConfig
-from ltx_train.data.cache import Cache, Manifest
+from ltx_train.data.cache import Cache
+from ltx_train.data.manifest import Manifest
 from ltx_train.errors import ConfigError, DataError
 from ltx_train.tiny import media
 from tests.end_to_end.corridor import train

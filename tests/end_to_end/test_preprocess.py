@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltx_train.data.cache import Manifest
 from ltx_train.data.dataset import DataSection
+from ltx_train.data.manifest import Manifest
 from ltx_train.encode import Preprocessor, Target
 from ltx_train.errors import DataError, StopRequested
 from ltx_train.preprocess import preprocess

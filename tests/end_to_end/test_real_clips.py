@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ltx_train.data.buckets import ClipOptions, parse_buckets, plan
-from ltx_train.data.cache import Manifest
 from ltx_train.data.dataset import CachedDataset, DataSection
+from ltx_train.data.manifest import Manifest
 from ltx_train.data.media import read_clip
 from ltx_train.data.probe import probe
 from ltx_train.data.scenes import Scene, SceneSection, scene_plan, split, write_scene

@@ -133,7 +133,8 @@ def encoded_clips(tmp_path):
 
 def make_raw(root):
     """Take the normalisation back from a cache's latents, as another tool would have left them."""
-    from ltx_train.data.cache import Cache, Manifest
+    from ltx_train.data.cache import Cache
+    from ltx_train.data.manifest import Manifest
 
     source, cache = FITTED.open().source("video_vae"), Cache(root)
     mean, std = (source.get(f"per_channel_statistics.{n}", dtype=torch.float32).view(-1, 1, 1, 1) for n in ("mean-of-means", "std-of-means"))

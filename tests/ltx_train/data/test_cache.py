@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ltx_train.data.buckets import ClipOptions, parse_buckets, plan
-from ltx_train.data.cache import Cache, Manifest, ManifestEntry, forecast, manifest_entry
+from ltx_train.data.cache import Cache, forecast
+from ltx_train.data.manifest import Manifest, ManifestEntry, manifest_entry
 from ltx_train.data.probe import probe
 from ltx_train.data.references import plan_reference
 from ltx_train.data.sources import MemoryClip, Sample

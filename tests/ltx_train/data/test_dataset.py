@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltx_train.data.cache import Cache, Manifest, ManifestEntry
+from ltx_train.data.cache import Cache
 from ltx_train.data.dataset import Batches, CachedDataset, DataSection, collate, join_contexts, make_sampler, open_dataset
+from ltx_train.data.manifest import Manifest, ManifestEntry
 from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, Latents, VideoFactors, VideoGrid, patchify
 from ltx_train.text import Context, TextFeatures

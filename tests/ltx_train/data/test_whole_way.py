@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from ltx_train.data.buckets import ClipOptions, encode_batches, parse_buckets
-from ltx_train.data.cache import Cache, Manifest, manifest_entry
+from ltx_train.data.cache import Cache
 from ltx_train.data.dataset import Batches, CachedDataset, DataSection, join_contexts, make_sampler
 from ltx_train.data.findings import MediaError
+from ltx_train.data.manifest import Manifest, manifest_entry
 from ltx_train.data.media import prepare, read_mask
 from ltx_train.data.report import make_report
 from ltx_train.data.sources import FolderSource, open_source
