@@ -130,6 +130,8 @@ def run_cases(cases: list[StepCase], *, plain: bool, command: str) -> Iterator[d
         if plain and key not in baselines:
             baselines[key] = guarded(measure_plain, case, device)
         record = guarded(measure_fast, case, device, memory)
+        if device.type == "cuda" and torch.cuda.memory_allocated(device) > GIB // 8:
+            record["left_gib"] = round(torch.cuda.memory_allocated(device) / GIB, 2)  # a fault: the next case starts with less
         base = baselines.get(key, {})
         extra = {"plain_step_s": base.get("step_s"), "plain_device_gib": base.get("device_gib"), "plain_error": base.get("error"), "command": command, "date": time.strftime("%Y-%m-%d")}
         found = {"size": case.size, "rank": case.rank, "family": case.family, "setting": case.setting, "card": card_name(device), **record, **extra}

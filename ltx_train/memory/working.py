@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -109,17 +110,21 @@ class BlockLoras:
 
 
 class _Copies(torch.autograd.Function):
-    """The working copies of one block; backward hands their gradients to the masters. ``anchor`` makes autograd come by."""
+    """The working copies of one block; backward hands their gradients to the masters. ``anchor`` makes autograd come by.
+
+    The owner is held weakly: its groups hold the copies, a copy holds this node, and through that circle in C++ Python's
+    collector cannot see. The engine holds the owner for as long as there is anything to train.
+    """
 
     @staticmethod
     def forward(ctx, anchor: Tensor, owner: BlockLoras) -> tuple[Tensor, ...]:
-        ctx.owner = owner
+        ctx.owner = weakref.ref(owner)
         ctx.set_materialize_grads(False)
         return tuple(owner._views(owner._copy))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
-        ctx.owner.accumulate(grads)
+        ctx.owner().accumulate(grads)
         return None, None
 
 

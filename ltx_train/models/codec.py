@@ -171,7 +171,8 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         used = torch.cuda.memory_allocated(device)
-        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)  # newer torch
+        number = torch.cuda.current_device() if device.index is None else device.index
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(number)  # newer torch
         limit = int(total * share)
         return max(0, min(free + torch.cuda.memory_reserved(device) - used, limit - used))
     import psutil

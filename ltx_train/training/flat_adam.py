@@ -56,7 +56,7 @@ class FlatAdamW(torch.optim.AdamW):
         seen = tuple(t.data_ptr() for p in ends for t in (p, p.grad))
         if seen != self._seen:
             self._seen = seen
-            found = [_one_tensor(self.parameters), _one_tensor([p.grad for p in self.parameters])]
+            found = [one_tensor(self.parameters), one_tensor([p.grad for p in self.parameters])]
             together = all(found) and found[0][1] == found[1][1]
             self._flat = (found[0][0], found[1][0]) if together else None
             self._places = found[0][1] if together else []
@@ -82,7 +82,7 @@ class FlatAdamW(torch.optim.AdamW):
             self.state[p]["step"] = self.counts[number]
 
 
-def _one_tensor(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
+def one_tensor(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     """(the flat tensor that the parts fill without gaps, each one's place in it), or None."""
     storage = parts[0].untyped_storage()
     if any(t.untyped_storage().data_ptr() != storage.data_ptr() or not t.is_contiguous() or t.dtype != torch.float32 for t in parts):

@@ -324,7 +324,9 @@ class OptimizationSection(Section):
 
 def can_stay(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`step_unless` works: torch's fused kernels read on the device whether to move."""
-    return isinstance(optimizer, torch.optim.AdamW) and all(group.get("fused") for group in optimizer.param_groups)
+    from .host_adam import HostAdamW
+
+    return isinstance(optimizer, HostAdamW) or (isinstance(optimizer, torch.optim.AdamW) and all(group.get("fused") for group in optimizer.param_groups))
 
 
 def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from ltx_train.errors import ConfigError
 from ltx_train.training import host_adam
 from ltx_train.training.host_adam import HostAdamW, _chunks
-from ltx_train.training.optim import OptimizationSection
+from ltx_train.training.optim import OptimizationSection, can_stay, step_unless
 from ltx_train.training.optim_state import optimizer_state, restore_optimizer
 
 
@@ -34,10 +34,54 @@ def test_equals_torch(monkeypatch):
     monkeypatch.setattr(host_adam, "_chunks", lambda sizes: _chunks(sizes, 8))
     a, b = pair()
     plain, host = torch.optim.AdamW(a, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1), HostAdamW(b, 1e-2, (0.9, 0.99), 1e-8, 0.1)
-    assert len(host.chunks) == 3
     for _ in range(4):
         step(plain, host)
+    assert len(host.chunks) == 3
     same(a, b)
+
+
+def flat_pair() -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter], torch.Tensor]:
+    """Plain parameters, and the same as views of one tensor in another order, with the flat gradient."""
+    one, other = pair()
+    weights, gradient, at = torch.empty(23), torch.zeros(23), 0
+    for p in (other[2], other[0], other[1]):
+        place = slice(at, at + p.numel())
+        weights[place] = p.detach().flatten()
+        p.data, p.grad = weights[place].view(p.shape), gradient[place].view(p.shape)
+        at += p.numel()
+    return one, other, gradient
+
+
+def test_flat_parameters_are_moved_chunk_by_chunk(monkeypatch):
+    monkeypatch.setattr(host_adam, "_chunks", lambda sizes: _chunks(sizes, 12))
+    one, other, _ = flat_pair()
+    plain, host = torch.optim.AdamW(one, lr=1e-2, weight_decay=0.1), HostAdamW(other, 1e-2, (0.9, 0.999), 1e-8, 0.1)
+    for _ in range(3):
+        for p, q in zip(one, other):
+            p.grad = torch.randn(p.shape)
+            q.grad.copy_(p.grad)
+        plain.step()
+        host.step()
+    assert [len(chunk.parameters) for chunk in host.chunks] == [1, 1, 1] and host.chunks[0].parameters[0] is other[2] and host._found is not None
+    same(one, other)
+    for p, q in zip(one, other):
+        same([plain.state[p]["exp_avg_sq"]], [host.state[q]["exp_avg_sq"]])
+        assert float(host.state[q]["step"]) == 3
+
+
+def test_it_stays_after_bad_numbers():
+    _, parameters, gradient = flat_pair()
+    host = HostAdamW(parameters, 1e-2, (0.9, 0.999), 1e-8, 0.1)
+    assert can_stay(host)
+    gradient.fill_(1.0)
+    step_unless(host, torch.zeros(()))
+    before = [t.clone() for p in parameters for t in (p.detach(), host.state[p]["exp_avg"], host.state[p]["step"])]
+    gradient.fill_(float("nan"))
+    step_unless(host, torch.ones(()))
+    assert all(torch.equal(a, b) for a, b in zip(before, [t for p in parameters for t in (p.detach(), host.state[p]["exp_avg"], host.state[p]["step"])]))
+    gradient.fill_(1.0)
+    step_unless(host, torch.zeros(()))
+    assert float(host.state[parameters[0]]["step"]) == 2
 
 
 def test_a_run_goes_on_wherever_the_state_rests():
