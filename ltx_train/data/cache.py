@@ -6,7 +6,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from ..errors import DataError, utf8
 from ..geometry import Latents, VideoFactors
 from ..tensorfile import write_tensors
 from ..text import TextFeatures
-from .manifest import FORMAT, Manifest, grid_from_json, grid_to_json
+from .manifest import FORMAT, KINDS, Manifest, grid_from_json, grid_to_json
 
 if TYPE_CHECKING:
     from .buckets import ClipPlan
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 READER = 2
 """Raised when reading changes what a plan's pixels or samples are, so that old entries are not used."""
-KINDS = ("video", "audio", "mask", "text")
 WHOLE = 8 << 20  # bytes: files up to this are hashed whole
 BLOCK = 64 << 10
 
@@ -154,6 +154,15 @@ class Cache:
             raise DataError("cache.damaged", f"The cache file {path.name[:20]}... cannot be read.", f"{path}: {error}. Delete it and preprocess again.") from error
         return Entry(tensors, about)
 
+    @contextmanager
+    def _said(self, key: str) -> Iterator[None]:
+        """A file that is read but holds something else, told as damaged."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            path = self.path(key)
+            raise DataError("cache.damaged", f"The cache file {path.name[:20]}... holds no {key.partition('-')[0]}.", f"{path}: {error!r}. Delete it and preprocess again.") from error
+
     def _write(self, path: Path, fill: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         waiting = self.root / "tmp"
@@ -196,7 +205,8 @@ class Cache:
     def get_latents(self, key: str) -> Latents:
         """Latents with a batch of 1."""
         entry = self.get(key)
-        return Latents(entry.tensors["latents"].unsqueeze(0), grid_from_json(entry.about["grid"]))
+        with self._said(key):
+            return Latents(entry.tensors["latents"].unsqueeze(0), grid_from_json(entry.about["grid"]))
 
     def put_text(self, key: str, features: TextFeatures, caption: str = "") -> None:
         """Features of one caption's valid tokens."""
@@ -205,7 +215,8 @@ class Cache:
 
     def get_text(self, key: str) -> TextFeatures:
         entry = self.get(key)
-        return TextFeatures(entry.about["features"], entry.tensors["video"], entry.tensors.get("audio"))
+        with self._said(key):
+            return TextFeatures(entry.about["features"], entry.tensors["video"], entry.tensors.get("audio"))
 
     def write_index(self, manifest: Manifest, name: str = "index.json") -> Path:
         """Write a manifest beside the entries."""

@@ -188,7 +188,10 @@ def open_dataset(root: str | Path, *, factors: VideoFactors, audio_grid: AudioGr
     """
     root = Path(root).expanduser()
     if (root / index).is_file():
-        return CachedDataset(root, index)
+        dataset = CachedDataset(root, index)
+        if not len(dataset):
+            raise DataError("data.none", f"{root.name[:60]}/{index} lists no clip to train on.", f"{root}: preprocess the dataset again; its report says what became of the clips.")
+        return dataset
     found = find_root(root)
     if found is None:
         raise DataError("data.root", f"{root} holds neither index.json nor an official conditions folder.", "Preprocess a dataset first, or give its .precomputed folder.")

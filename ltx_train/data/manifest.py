@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from .buckets import ClipPlan
 
 FORMAT = 1
+KINDS = ("video", "audio", "mask", "text")
+"""Kinds of cache entries, the beginnings of their keys."""
 
 
 def grid_to_json(grid: VideoGrid | AudioGrid) -> dict[str, Any]:
@@ -80,6 +83,18 @@ def manifest_entry(
     )  # fmt: skip
 
 
+def _entry(data: Mapping[str, Any]) -> ManifestEntry:
+    """An index's line. Raises ValueError for keys that name no entry of a cache and for numbers that are none."""
+    entry = ManifestEntry(**data)
+    for key in (entry.text, entry.video, entry.audio, *entry.roles.values()):
+        if key is not None and not (isinstance(key, str) and re.fullmatch(rf"(?:{'|'.join(KINDS)})-\w+", key)):
+            raise ValueError(f"{str(key)[:40]!r} is no key of a cache")
+    numbers = (entry.weight, entry.repeats, entry.fps, entry.seconds, entry.tokens, entry.audio_steps)
+    if not all(isinstance(n, int | float) for n in numbers) or entry.repeats < 1:
+        raise ValueError(f"the numbers of {entry.id!s:.40} are {numbers}")
+    return entry
+
+
 @dataclass(frozen=True)
 class Manifest:
     """One dataset run: its entries, what was left out and why, the texts, and the model that it is for.
@@ -108,7 +123,7 @@ class Manifest:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             grid = grid_from_json(data["audio_grid"]) if data.get("audio_grid") else None
-            entries = tuple(ManifestEntry(**e) for e in data["entries"])
+            entries = tuple(_entry(e) for e in data["entries"])
         except FileNotFoundError as error:
             raise DataError("cache.no_index", f"There is no index.json in {path.parent}.", "Preprocess the dataset first.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 from ltx_train.data.buckets import ClipOptions, parse_buckets, plan
 from ltx_train.data.cache import Cache, forecast
+from ltx_train.data.dataset import open_dataset
 from ltx_train.data.manifest import Manifest, ManifestEntry, manifest_entry
 from ltx_train.data.probe import probe
 from ltx_train.data.references import plan_reference
@@ -177,6 +179,33 @@ def test_manifest_round_trip(tmp_path, clip):
         Manifest.read(tmp_path)
     with pytest.raises(DataError, match="no index"):
         Manifest.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize("changes", [{"video": "../../x"}, {"video": "video-../x"}, {"text": 5}, {"weight": "x"}, {"repeats": 0}, {"roles": {"video_mask": "mask"}}])
+def test_an_index_line_that_names_no_entry_is_told(tmp_path, changes):
+    Cache(tmp_path).write_index(Manifest((ManifestEntry("a", "a.mp4", "c", "text-1", "video-2", weight=0.5),)))
+    assert Manifest.read(tmp_path).entries[0].video == "video-2"
+    data = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))
+    data["entries"][0] |= changes
+    (tmp_path / "index.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        Manifest.read(tmp_path)
+    assert error.value.code == "cache.index"
+
+
+def test_an_entry_that_holds_something_else_is_damaged(tmp_path):
+    cache = Cache(tmp_path)
+    for key, read in (("video-1", cache.get_latents), ("text-1", cache.get_text)):
+        cache.put(key, {"x": torch.zeros(1)}, {"grid": {"kind": "video"}})
+        with pytest.raises(DataError, match="holds no") as error:
+            read(key)
+        assert error.value.code == "cache.damaged"
+
+
+def test_an_empty_cache_is_told(tmp_path):
+    Cache(tmp_path).write_index(Manifest(()))
+    with pytest.raises(DataError, match="lists no clip"):
+        open_dataset(tmp_path, factors=FACTORS)
 
 
 def test_forecast(tmp_path, clip):
