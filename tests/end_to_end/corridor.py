@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from ltx_train import trainer
 from ltx_train.config import TrainConfig
-from ltx_train.data.dataset import DataSection
+from ltx_train.data.dataset import Batches, DataSection
 from ltx_train.encode import Target
 from ltx_train.models.codec import EngineCodec
 from ltx_train.models.families import FAMILIES
@@ -272,6 +272,42 @@ FORKS.set_forkserver_preload(
 )  # fmt: skip
 
 
+ORDER = "LTX_TEST_ORDER"
+"""A child with this variable notes in that file which samples it trained on."""
+
+
+@contextmanager
+def noted_order(path):
+    """Note every micro-batch's samples in a file: step, micro-step, rank, ids; one line each, whole whatever happens."""
+    original = Batches.get
+
+    def get(self, step, micro=0):
+        batch = original(self, step, micro)
+        line = json.dumps([step, micro, self.rank, self.world, batch.ids]) + "\n"
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(handle, line.encode())
+        os.close(handle)
+        return batch
+
+    Batches.get = get
+    try:
+        yield
+    finally:
+        Batches.get = original
+
+
+def order(path):
+    """The samples of every step in the order of their places in the global batch; fails where a step was given others when it came again."""
+    seen = {}
+    for line in Path(path).read_text().splitlines():
+        step, micro, rank, world, ids = json.loads(line)
+        assert seen.setdefault((step, micro * world + rank), ids) == ids, "a step that came again was given other samples"
+    steps = {}
+    for (step, _), ids in sorted(seen.items()):
+        steps.setdefault(step, []).extend(ids)
+    return steps
+
+
 def _work(run, environment):
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -281,15 +317,16 @@ def _work(run, environment):
     with open(Path(run) / "train.log", "ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os._exit(main([str(run), "train"]))
+    with noted_order(environment[ORDER]) if ORDER in environment else nullcontext():
+        os._exit(main([str(run), "train"]))
 
 
-def fork(config, ranks=1):
+def fork(config, ranks=1, **environment):
     """Start the worker's own entry on a training, in forked processes; the list of them, rank 0 first."""
     run = RunDir.create(Path(config.output_dir))
     config.save(run.job_path("train"))
     common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    started = [FORKS.Process(target=_work, args=(str(run.path), {**common, "RANK": str(r), "LOCAL_RANK": str(r)} if ranks > 1 else {})) for r in range(ranks)]
+    started = [FORKS.Process(target=_work, args=(str(run.path), {**common, "RANK": str(r), "LOCAL_RANK": str(r), **environment} if ranks > 1 else environment)) for r in range(ranks)]
     for process in started:
         process.start()
     return started

@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import time
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from ltx_train.errors import ConfigError, RunError, StopRequested
 from ltx_train.runs.events import LoraEvent, SnapshotEvent
 from ltx_train.training import snapshots
-from tests.end_to_end.corridor import Killed, at_step, finish, fork, same, train
+from tests.end_to_end.corridor import Killed, at_step, same, train
 
 STEPS = 6
 
@@ -148,34 +147,6 @@ def test_more_steps(home, tmp_path):
     longer = train(settings(home, tmp_path / "run", "adamw", **constant))
     assert same(whole.snapshot, longer.snapshot)
     assert [(e.step, e.final) for e in longer.events(LoraEvent) if e.final] == [(3, True), (6, True)]
-
-
-@pytest.mark.parametrize(("optimizer", "seed"), [("adamw", 1), ("adamw8bit", 2), ("adamw_schedulefree", 4)])
-def test_kill_9_at_random_moments(home, tmp_path, straight, optimizer, seed):
-    """Four kills of the real child, anywhere from its start to its saves: the end is the same as without any."""
-    steps, draw = 8, random.Random(seed)
-    whole = straight(optimizer, steps)
-    config = settings(home, tmp_path / "killed", optimizer, steps=steps, interval=1)
-    reached = [0]
-    for _ in range(4):
-        (child,) = fork(config)
-        # most kills wait for a new snapshot, so that they fall into steps and saves
-        deadline = time.monotonic() + 60
-        while len(reached) != 2 and child.is_alive() and newest(tmp_path / "killed") == reached[-1] and time.monotonic() < deadline:
-            time.sleep(0.005)
-        child.join(draw.uniform(0.0, 0.25))
-        child.kill()
-        child.join()
-        reached.append(newest(tmp_path / "killed"))
-    assert reached == sorted(reached) and 2 <= reached[-1] < steps, f"a kill lost a snapshot, or came too late: {reached}"
-    done = finish(fork(config), config)
-    assert same(whole.snapshot, done.snapshot)
-    assert whole.losses == done.losses and whole.lora.read_bytes() == done.lora.read_bytes()
-
-
-def newest(path):
-    valid = snapshots.newest_valid(path)
-    return int(valid.name[-5:]) if valid else 0
 
 
 def test_a_snapshot_is_all_that_a_resume_needs(home, tmp_path, straight):
