@@ -184,6 +184,9 @@ def describe(error: BaseException, rank: int = 0) -> tuple[ErrorEvent | None, in
         return ErrorEvent(code=shown.code, message=shown.message, hint=shown.hint, exit_code=OUT_OF_MEMORY, traceback=_end_of(error), **where), OUT_OF_MEMORY
     if isinstance(error, OSError) and (shown := explain_os_error(error)) is not None:
         return ErrorEvent(code=shown.code, message=shown.message, hint=shown.hint, exit_code=USER_ERROR, **where), USER_ERROR
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser: "~name" of a user that is not there
+        hint = "A path that begins with ~ and a name means that user's folder. Write the whole path."
+        return ErrorEvent(code="file.home", message="A path begins with ~, and there is no such user here.", hint=hint, exit_code=USER_ERROR, **where), USER_ERROR
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(__package__):
         package = error.name.split(".")[0]
         hint = f"Install it into the environment that trains ({sys.executable}), or set another engine python."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ def opened(path: Path) -> Iterator[av.container.InputContainer]:
     # tags may be in any encoding; the file itself must still open. PyAV 19 opens such files by itself and has no such setting.
     tags = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
-        container = av.open(str(path), **tags)
+        container = av.open(os.path.abspath(path), **tags)  # FFmpeg takes a plain name such as "file:a.mp4" for a protocol
     except (av.error.FFmpegError, ValueError, UnicodeError) as error:
         raise MediaError("media.unreadable", f"{path.name} cannot be opened: {_words(error)}.") from error
     try:

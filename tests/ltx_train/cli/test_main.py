@@ -133,6 +133,7 @@ FAULTS = [
     (OSError(28, "No space left on device", "/full/file"), 2, "error: The disk is full: /full/file."),
     (MemoryError(), 4, "error: Out of memory."),
     (ModuleNotFoundError("No module named 'av'", name="av"), 2, "error: The package av is not installed."),
+    (RuntimeError("Could not determine home directory."), 2, "error: A path begins with ~, and there is no such user here."),
     (KeyboardInterrupt(), 3, "Stopped."),
 ]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,6 +128,13 @@ def test_sound_that_is_none_is_refused(value):
     with pytest.raises(MediaError, match="where 1 is full scale") as error:
         read_clip(planned(None, "128x96x9", memory=MemoryClip("m", torch.zeros(25, 96, 128, 3), 24.0, wave, 8000)))
     assert error.value.code == "audio.values"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+def test_a_name_with_a_colon_is_no_protocol(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.replace(tiny.counter_clip(Path("a.mp4"), 9), "concat:a|b.mp4")
+    assert len(read_clip(planned(Path("concat:a|b.mp4"), "128x96x9")).frames) == 9
 
 
 def test_reference_sound(tmp_path):
