@@ -208,6 +208,12 @@ class Cache:
         with self._said(key):
             return Latents(entry.tensors["latents"].unsqueeze(0), grid_from_json(entry.about["grid"]))
 
+    def get_mask(self, key: str) -> Tensor:
+        """A mask on the latent grid."""
+        entry = self.get(key)
+        with self._said(key):
+            return entry.tensors["mask"]
+
     def put_text(self, key: str, features: TextFeatures, caption: str = "") -> None:
         """Features of one caption's valid tokens."""
         tensors = {"video": features.video} | ({"audio": features.audio} if features.audio is not None else {})

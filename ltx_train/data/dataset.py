@@ -154,7 +154,7 @@ class CachedDataset:
         return Item(entry.id, entry.text, video, audio, roles, entry.audio_steps, entry.weight, entry.regularisation)
 
     def _role(self, key: str) -> Latents | Tensor:
-        return self.cache.get(key).tensors["mask"] if key.startswith("mask-") else self.cache.get_latents(key)
+        return self.cache.get_mask(key) if key.startswith("mask-") else self.cache.get_latents(key)
 
     def features(self, key: str) -> TextFeatures:
         return self.cache.get_text(key)

@@ -195,7 +195,7 @@ def test_an_index_line_that_names_no_entry_is_told(tmp_path, changes):
 
 def test_an_entry_that_holds_something_else_is_damaged(tmp_path):
     cache = Cache(tmp_path)
-    for key, read in (("video-1", cache.get_latents), ("text-1", cache.get_text)):
+    for key, read in (("video-1", cache.get_latents), ("text-1", cache.get_text), ("mask-1", cache.get_mask)):
         cache.put(key, {"x": torch.zeros(1)}, {"grid": {"kind": "video"}})
         with pytest.raises(DataError, match="holds no") as error:
             read(key)
