@@ -44,11 +44,11 @@ def exif_orientation(image: Any) -> Orientation:
 
 def frame_orientation(frame: Any) -> Orientation:
     """The display matrix that a decoded frame carries."""
-    for item in frame.side_data:
-        if "DISPLAYMATRIX" in str(item.type):
-            a, b, _, c, d = struct.unpack("<5i", bytes(item)[:20])
-            return Orientation.of_matrix(a, b, c, d)
-    return Orientation()
+    item = frame.side_data.get("DISPLAYMATRIX")  # by name, as PyAV 19 goes through names and those before through items
+    if item is None:
+        return Orientation()
+    a, b, _, c, d = struct.unpack("<5i", bytes(item)[:20])
+    return Orientation.of_matrix(a, b, c, d)
 
 
 def _boxes(file: Any, end: int) -> Iterator[tuple[bytes, int]]:
