@@ -107,8 +107,6 @@ def proposals(config: TrainConfig, *, card_bytes: float | None) -> Iterator[Chan
     recomputes = acceleration.checkpoints_activations(optimization.enable_gradient_checkpointing)
     if recomputes and card_bytes is not None and card_bytes >= LARGE_CARD and acceleration.activation_budget != "auto":
         yield Change("activation_budget 0.5", {"acceleration.activation_budget": 0.5})
-    if card_bytes is not None and acceleration.cuda_graphs == "off" and acceleration.compile != "off":
-        yield Change("cuda_graphs on", {"acceleration.cuda_graphs": "on"})
 
 
 def trial(config: TrainConfig, place: Path, steps: int, *, sample: bool) -> TrainConfig:

@@ -76,7 +76,7 @@ def load_network(
     prefer_attention(acceleration.attention, device)
     if settings is not None:
         engine = engaged(transformer, engines[0], device)
-        if settings.compile and device.type == "cuda" and acceleration.cuda_graphs == "on":
+        if settings.compile and device.type == "cuda" and acceleration.cuda_graphs != "off":
             transformer.pass_runner = GraphedPasses(transformer, engine, live.warn)
     elif recompute:
         checkpoint_activations(transformer, kept=acceleration.keep_activations_of, dropout=dropout)

@@ -110,6 +110,7 @@ def choices(work: Work, machine: Machine, section: AccelerationSection, share_on
     streamed = (section.stream_blocks,) if section.stream_blocks != "auto" else tuple(sorted({0, *range(4, layers, 4), layers}))
     budgets = (section.activation_budget,) if section.activation_budget != "auto" else BUDGETS
     compiled = machine.compiled and section.compile != "off"
+    graphs = machine.sm is not None and section.cuda_graphs != "off"
     most = work.accumulation if section.cuda_graphs != "on" else 1
     groups = (section.accumulate_together,) if section.accumulate_together != "auto" else tuple(sorted({n for n in (1, 2, 4, 8) if n <= most}))
     both = lambda choice: (False, True) if choice == "auto" else (choice == "on",)  # noqa: E731
@@ -122,7 +123,10 @@ def choices(work: Work, machine: Machine, section: AccelerationSection, share_on
                             continue
                         on_disk = round(share_on_disk * count) if section.blocks_on_disk == "auto" else min(section.blocks_on_disk, count)
                         for together in groups if count else groups[:1]:
-                            yield Fit(quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products, min(together, work.accumulation), on_disk)
+                            fit = Fit(quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products, min(together, work.accumulation), on_disk, graphs)
+                            yield fit
+                            if section.cuda_graphs == "auto" and fit.recorded(work):
+                                yield replace(fit, graphs=False)
 
 
 def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Plan:
@@ -146,6 +150,7 @@ def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Pla
             "stream_blocks": fit.streamed, "activation_budget": fit.budget, "offload_activations": "on" if fit.offload else "off",
             "optimizer_in_ram": "on" if fit.optimizer_in_ram else "off", "activation_checkpointing": "on",
             "accumulate_together": fit.together, "blocks_on_disk": fit.on_disk,
+            **({} if fit.graphs and fit.together == 1 and not fit.on_disk else {"cuda_graphs": "off"}),
         }
     )  # fmt: skip
     return Plan(fit, best, settled, in_words(work, machine, fit, best, rated), work.config.num_layers)
@@ -174,6 +179,10 @@ def too_large(work: Work, machine: Machine, section: AccelerationSection, rated:
         if fits:
             hints.append(f"Clips of at most {smaller.video_tokens} latent tokens would fit ({work.video_tokens} now).")
             break
+    else:
+        halved = replace(work, lora=work.lora // 2)
+        saved = (cost(work, least_fit, machine.speeds).device - cost(halved, least_fit, machine.speeds).device) / GIB
+        hints.append(f"Half the LoRA's rank would save {saved:.1f} GiB.")
     return ConfigError("plan.too_large", f"This training does not fit: {machine.device / GIB:.1f} GiB of the card and {machine.host / GIB:.0f} GiB of RAM are free.", " ".join(hints))
 
 
@@ -182,13 +191,13 @@ def lower(section: AccelerationSection, layers: int, notch: int, chosen: dict[st
     """The section with less memory on the card than ``chosen`` (the last plan's settings); None when nothing is left.
 
     Notch 1 keeps no activations and streams half of what is on the card, notch 2 all of it, notch 3 puts the inputs and the
-    optimizer in RAM too.
+    optimizer in RAM too. From notch 2 on no passes are recorded.
     """
     streamed = int(chosen.get("streamed", 0) or 0)
     more = {1: streamed + (layers - streamed + 1) // 2}.get(notch, layers)
     update: dict[str, object] = {"activation_budget": 0.0, "activation_checkpointing": "on", "keep_activations_of": 0, "stream_blocks": more, "accumulate_together": 1}
     if notch >= 2:
-        update["optimizer_in_ram"] = "on"
+        update |= {"optimizer_in_ram": "on", "cuda_graphs": "off"}
     if notch >= 3:
         update["offload_activations"] = "on"
     lowered = section.model_copy(update=update)
@@ -235,10 +244,16 @@ def plan_here(config: TrainConfig, work: Work, device: torch.device) -> Plan | N
     """The plan of a job on the device it will run on; None where there is nothing to plan (other adapters; no card and no limit)."""
     if not plans(config) or (device.type != "cuda" and config.acceleration.memory_limit_gb is None):
         return None
+    return make_plan(work, this_machine(device, config.acceleration.memory_limit_gb), open_choices(config))
+
+
+def open_choices(config: TrainConfig) -> AccelerationSection:
+    """The acceleration section with what an adapter's dropout rules out decided: its masks are drawn anew in every micro-step."""
     section = config.acceleration
-    if config.lora.dropout > 0 and section.accumulate_together == "auto":  # its masks are drawn micro-step by micro-step
-        section = section.model_copy(update={"accumulate_together": 1})
-    return make_plan(work, this_machine(device, section.memory_limit_gb), section)
+    if config.lora is None or config.lora.dropout == 0:
+        return section
+    together = {} if section.accumulate_together != "auto" else {"accumulate_together": 1}
+    return section.model_copy(update={"cuda_graphs": "off", **together})
 
 
 def has_auto(section: AccelerationSection) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from ..conditioning.modes import TrainingStrategySection
 from ..data.dataset import Batch
+from ..errors import ConfigError
 from ..geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from ..lora.adapters import LoraSection, attach
 from ..memory.attention import prefer_attention
@@ -74,8 +75,14 @@ class StepCase:
         """``key=value,key=value`` over another case."""
         kinds = {f.name: f.type for f in fields(cls)}
         read = {"int": int, "float": float, "str": str, "bool": lambda v: v.lower() in ("1", "true", "yes", "on")}
-        pairs = dict(part.split("=", 1) for part in text.split(",") if part)
-        return replace(base, **{name: read[kinds[name]](value) for name, value in pairs.items()})
+        found = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                found[name] = read[kinds[name]](value)
+            except (KeyError, ValueError) as error:
+                raise ConfigError("bench.case", f"--case {part[:60]}: there is no such setting or value.", f"Settings: {', '.join(kinds)}; such as quantization=int8,resident=0.") from error
+        return replace(base, **found)
 
     @property
     def setting(self) -> dict[str, object]:

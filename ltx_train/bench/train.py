@@ -63,7 +63,7 @@ class TrainCase:
         return TrainConfig.parse({
             "model": {name: str(path) for name, path in model.items()} | {"training_mode": self.mode},
             **({} if full else {"lora": {"rank": s.rank, "alpha": s.rank}}),
-            "training_strategy": {"name": "text_to_video", "with_audio": s.audio},
+            "training_strategy": {"name": "text_to_video", "with_audio": s.audio, "first_frame_conditioning_p": 0.0},  # a conditioned step is compiled anew
             "optimization": {"steps": self.steps, "batch_size": 1, "learning_rate": 1e-4, "scheduler_type": "constant", "optimizer_type": self.optimizer},
             "acceleration": self.acceleration(found.num_layers if s.tiny else row.config["transformer"]["num_layers"]),
             "data": {"preprocessed_data_root": str(clips)},

@@ -98,7 +98,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
     from ..config import TrainConfig
     from ..errors import ConfigError
-    from ..planner import clip_tokens, make_plan, named_machine, plans, this_machine, work_of
+    from ..planner import clip_tokens, make_plan, named_machine, open_choices, plans, this_machine, work_of
 
     config = TrainConfig.load(options.config)
     if not plans(config):
@@ -113,7 +113,7 @@ def run_plan(options: argparse.Namespace) -> int:
     machine = named_machine(options.card, options.ram) if options.card else this_machine(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     if machine.shared and not options.json:
         show("This machine has no GPU: its RAM stands for the card below. --card 24 plans for a card of 24 GB.", None)
-    plan = make_plan(work, machine, config.acceleration)
+    plan = make_plan(work, machine, open_choices(config))
     total = plan.cost.seconds * config.optimization.steps
     if options.json:
         import json

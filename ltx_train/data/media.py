@@ -248,10 +248,15 @@ def read_all(plan: ClipPlan, factors: VideoFactors, wanted: frozenset[str] | Non
         return Prepared(plan, error=error)
 
 
+AHEAD_BYTES = 2 << 30
+"""Pictures that wait for the encoder, at most."""
+
+
 def prepare(
-    batches: Sequence[Sequence[ClipPlan]], factors: VideoFactors, *, wanted: frozenset[str] | None = None, workers: int = 2, ahead: int = 4, sound: bool = False, stop: threading.Event | None = None
+    batches: Sequence[Sequence[ClipPlan]], factors: VideoFactors, *, wanted: frozenset[str] | None = None, workers: int = 2, ahead: int | None = None, sound: bool = False, stop: threading.Event | None = None
 ) -> Iterator[list[Prepared]]:
-    """The batches in order, read by ``workers`` threads at most ``ahead`` clips before they are asked for.
+    """The batches in order, read by ``workers`` threads at most ``ahead`` clips before they are asked for (None: every thread has one
+    at hand and one in work, as far as ``AHEAD_BYTES`` go).
 
     sound: read sound too (encoders of pictures do without). Membership and order are those of ``batches``, however fast the threads are. Closing the iterator ends the threads.
     """
@@ -260,6 +265,9 @@ def prepare(
         for batch in batches:
             yield [read_all(item, factors, wanted, 0, sound) for item in batch]
         return
+    if ahead is None:
+        largest = max((b.width * b.height * b.frames * 3 for item in queue if (b := item.bucket) is not None), default=1)
+        ahead = max(4, min(2 * workers, AHEAD_BYTES // largest))
     pending: dict[int, Future[Prepared]] = {}
     asked = 0
     threads = 1 if workers > 1 else 0

@@ -12,20 +12,27 @@ from ..models.blocks import TransformerBlock
 from ..models.families import TransformerConfig
 from ..models.transformer import LTXTransformer
 from .disk import AHEAD as DISK_BUFFERS
+from .keeping import MOST_TOKENS
 from .quantization import QUANTIZERS
 
 GIB = 1 << 30
 CONTEXT = 0.9 * GIB
 """CUDA context, library workspaces and what the allocator holds back, on Linux."""
-WORKING_SET = {True: 44, False: 70}
+WORKING_SET = {True: 44, False: 55}
 """Token tensors alive inside one block at most, compiled or not (a unit: one [tokens, dim] tensor of each stream)."""
-KEPT_UNITS = ((0.0, 1.0), (0.1, 4.1), (0.2, 6.4), (0.3, 8.6), (0.4, 10.5), (0.5, 12.2), (0.6, 13.7))
-"""Activation budget -> units kept a block: measured at 2268 and 6120 tokens."""
+KEPT_UNITS = ((0.0, 1.1), (0.1, 4.6), (0.2, 7.3), (0.3, 9.8), (0.4, 12.0), (0.5, 14.3), (0.6, 16.2))
+"""Activation budget -> units kept a block: measured at 0, 0.4 and 0.5 with 2268 and 6120 tokens, the others as before attention was among them."""
 KEPT_TEXT_UNITS = 12.0
 """The same of the text's side (a unit: one [text tokens, dim] tensor of each stream), times the budget."""
 SPARED = ((0.0, 0.0), (0.1, 0.24), (0.2, 0.44), (0.3, 0.64), (0.4, 0.84), (0.5, 1.0), (0.6, 1.0))
 """Activation budget -> share of the recomputed matrix products that is spared."""
 FLOAT8_GAIN = 1.38
+LAUNCHING = {True: 0.0125, False: 0.03}
+"""Seconds that a host takes to launch a block's forward and backward pass, compiled or not: what small clips wait for, unless passes are recorded."""
+SIDE_STREAM = 0.9 * GIB
+"""What the allocator cannot use beside block inputs that come and go on a stream of their own."""
+RECORDING = 0.55 * GIB
+"""What recorded passes hold, and what the allocator cannot use beside them."""
 OPTIMIZER_CHUNKS = 4 * 4 * (1 << 25)
 """Bytes on the card of running means that pass over it."""
 
@@ -60,6 +67,12 @@ class Fit:
     float8: bool = False
     together: int = 1
     on_disk: int = 0
+    graphs: bool = False
+
+    def recorded(self, work: Work) -> bool:
+        """Whether the passes of this work are recorded as CUDA graphs (see ``memory/graphs.py``)."""
+        tokens = work.batch * max(work.video_tokens, work.audio_tokens if work.audio else 0)
+        return self.graphs and self.compiled and not self.offload and self.together == 1 and not self.on_disk and tokens <= MOST_TOKENS
 
     def words(self, layers: int) -> str:
         """In words for people."""
@@ -164,6 +177,7 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
     device += 10.0 * work.lora + (min(OPTIMIZER_CHUNKS, 8.0 * work.lora) if fit.optimizer_in_ram else 8.0 * work.lora)
     text = 2.0 * work.batch * work.text_tokens * (c.dim + (c.audio_dim if work.audio else 0))
     device += unit * (fit.together * (3 if fit.offload else layers * kept) + WORKING_SET[fit.compiled]) + fit.together * layers * KEPT_TEXT_UNITS * fit.budget * text
+    device += (RECORDING if fit.recorded(work) else 0.0) + (SIDE_STREAM if fit.offload else 0.0) + GIB / 4 * (fit.together - 1)
     host = 4 * GIB + (fit.streamed - fit.on_disk + min(DISK_BUFFERS, fit.on_disk)) * block + (fit.together * layers * unit if fit.offload else 0.0) + (8.0 * work.lora if fit.optimizer_in_ram else 0.0)
 
     forward, backward, products = flops(work)
@@ -175,6 +189,8 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
         total *= 1 - share + share / FLOAT8_GAIN
     seconds = total / speeds.sustained * (1.0 if fit.compiled else 1.6) + speeds.launches
     expansion = 0.027 * (989 / speeds.tflops) ** 0.5 if fit.quantization is not None and not fit.float8 else 0.0
+    if not fit.recorded(work):
+        seconds = max(seconds, LAUNCHING[fit.compiled] * layers * (speeds.launches / Speeds.launches))
     group = fit.together * seconds + expansion  # micro-steps that share an upload and an expansion of each block
     upload = max(2.0 * max(0, fit.streamed - 3) * block / speeds.upload, 2.0 * fit.on_disk * block / speeds.disk)
     side = (8.0 * work.lora * 2 / speeds.upload * 0.6 if fit.optimizer_in_ram else 0.0) + (0.02 if fit.offload else 0.0)

@@ -11,9 +11,8 @@ from torch import Tensor
 from ..models.modality import Modality
 from ..models.transformer import BlockOutput, LTXTransformer, Perturbations
 from .engine import BlockEngine
+from .keeping import MOST_TOKENS
 
-MOST_TOKENS = 3000
-"""Above it the card is slower than the launches, and recording would only hold memory."""
 WARM_UP = 2
 """Passes of a size that run as they are before one is recorded: kernels are compiled and chosen in them."""
 
@@ -43,7 +42,8 @@ class GraphedPasses:
         self.recordings: dict[tuple, _Recording] = {}
         self.seen: dict[tuple, int] = {}
         self.pool = None
-        self.usable = engine.settings.compile and not engine.settings.offload and engine.device.type == "cuda"
+        s = engine.settings
+        self.usable = s.compile and not s.offload and not s.dropout and engine.device.type == "cuda"
 
     def __call__(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None) -> BlockOutput:
         key = self._key(video, audio, perturbations)
@@ -83,7 +83,7 @@ class GraphedPasses:
         still = lambda m: None if m is None else replace(m, **{f.name: t.clone() for f in fields(m) if (t := getattr(m, f.name)) is not None})  # noqa: E731
         video, audio = still(video), still(audio)
         kept = [(p, p.grad) for loras in engine.loras for p in loras.parameters]
-        before = engine.gradient.clone()
+        before = engine.gradient.cpu() if engine.accumulated else None  # what is there is overwritten otherwise
         ring = store.begin_recording()
         for p, _ in kept:
             p.grad = None
@@ -109,7 +109,8 @@ class GraphedPasses:
         finally:
             store.end_recording(ring)
             engine.forget_expansion()
-            engine.gradient.copy_(before)
+            if before is not None:
+                engine.gradient.copy_(before)
             for p, grad in kept:
                 p.grad = grad
         self.recordings[key] = _Recording(video, audio, forward, backward, [o.detach() for o in outputs], gradients, ring)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+MOST_TOKENS = 3000
+"""Of a pass that is recorded as a CUDA graph: above it the card is slower than the launches, and recording would only hold memory."""
 HINT = 4096
 """Tokens assumed where a size is not known while compiling."""
 ATTENTION = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu")

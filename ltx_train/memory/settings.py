@@ -38,7 +38,7 @@ class AccelerationSection(Section):
     compile: Choice = Field("auto", description="Compile the transformer's blocks (needs Triton).")
     float8_products: bool = Field(False, description="Multiply in 8-bit floats (with quantization fp8, cards from sm89 on): faster, with about 3 % error a block.")
     pin_limit_gb: float | None = Field(None, ge=0, description="Page-lock at most this much RAM for streaming; the rest is copied more slowly.")
-    cuda_graphs: Choice = Field("off", description="Record passes of up to 3000 tokens as CUDA graphs: for steps that are bound by launches (with compiled blocks).")
+    cuda_graphs: Choice = Field("auto", description="Record passes of up to 3000 tokens as CUDA graphs, where launches are what a step waits for; auto: with compiled blocks on an NVIDIA card.")
     attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math"] = Field("auto", description="Attention kernel.")
     memory_limit_gb: float | None = Field(None, gt=0, description="Use at most this much memory of the card.")
     allow_tf32: bool = Field(True, description="Let float32 matrix products use TF32 where the card has it.")

@@ -39,13 +39,13 @@ def measured() -> list[dict]:
 
 @pytest.mark.parametrize("record", measured(), ids=lambda r: f"{r['size']} {r['setting']}")
 def test_predictions_hold_on_what_was_measured(record):
-    """The issue's limits: memory within 5 %, time within 15 %. (budget 0.4 was measured with another choice of what is kept.)"""
+    """The issue's limits: memory within 5 %, time within 15 %. left_before_gib: what the case before had not given back."""
     s = record["setting"]
     case = StepCase.parse(",".join(f"{k}={v}" for k, v in s.items()), StepCase())
     streamed = 0 if case.resident < 0 else CONFIG.num_layers - case.resident
-    fit = Fit(case.quantization or None, streamed, case.budget, case.offload, case.optimizer == "host", True, case.fp8)
-    found = cost(work(record["size"], record["rank"], case.audio), fit, H200)
-    assert found.device / GIB == pytest.approx(record["device_gib"], rel=0.06 if case.budget == 0.4 else 0.05)
+    fit = Fit(case.quantization or None, streamed, case.budget, case.offload, case.optimizer == "host", True, case.fp8, case.together, graphs=record.get("graphs", 0) > 0)
+    found = cost(replace(work(record["size"], record["rank"], case.audio), accumulation=case.together), fit, H200)
+    assert found.device / GIB == pytest.approx(record["device_gib"] - record.get("left_before_gib", 0.0), rel=0.05)
     assert found.seconds == pytest.approx(record["step_s"], rel=0.15)
 
 
@@ -85,8 +85,11 @@ def test_everything_stays_on_a_card_with_room():
 
 def test_refusals_say_what_would_fit():
     with pytest.raises(ConfigError, match="does not fit") as caught:
-        make_plan(work(), named_machine(8), AccelerationSection(quantization="int8"))
+        make_plan(work(), named_machine(10), AccelerationSection(quantization="int8"))
     assert "latent tokens would fit" in caught.value.hint
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        make_plan(work(), named_machine(8), AccelerationSection(quantization="int8"))
+    assert "Half the LoRA's rank would save" in caught.value.hint
     with pytest.raises(ConfigError) as caught:
         make_plan(work(), named_machine(10, ram=16), AccelerationSection())
     assert "int8" in caught.value.hint
@@ -126,11 +129,11 @@ def test_a_run_is_lowered_by_its_last_plan(tmp_path):
 
 
 def test_micro_steps_go_together_where_the_link_binds():
-    """512x512x25 streamed: four micro-steps share an upload, about half the time (performance.md, section 7: 0.56 to 0.27 s a sample)."""
+    """512x512x25 streamed: four micro-steps share an upload; then their launches are what they wait for (measured: 0.57 s a sample)."""
     small = replace(work("512x512x25"), accumulation=4)
     section, card = AccelerationSection(quantization="int8", stream_blocks=48), replace(named_machine(141), device=12e9)
     together, apart = (make_plan(small, card, section.model_copy(update={"accumulate_together": n})).cost for n in ("auto", 1))
-    assert together.seconds < 0.6 * apart.seconds and apart.upload_bound
+    assert together.seconds < 0.9 * apart.seconds and apart.upload_bound and not together.upload_bound
     plan = make_plan(small, card, section)
     assert plan.fit.together == plan.section.accumulate_together == 4 and "4 micro-steps together" in plan.why
     assert cost(small, replace(plan.fit, together=4), H200).device > cost(small, replace(plan.fit, together=1), H200).device, "their block inputs all wait"
