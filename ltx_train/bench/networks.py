@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..memory.engine import BlockEngine, EngineSettings
 from ..memory.pinned import HostMemory
 from ..memory.quantization import QUANTIZERS, is_excluded
+from ..models.blank import blank
 from ..models.families import FAMILIES, TransformerConfig, transformer_config
 from ..models.linear import linears
 from ..models.transformer import LTXTransformer, keeps_float32
@@ -30,7 +31,7 @@ def full_config(family: str) -> TransformerConfig:
 
 def empty_transformer(config: TransformerConfig, *, audio: bool) -> LTXTransformer:
     """The transformer without values, frozen."""
-    with torch.device("meta"):
+    with blank():
         return LTXTransformer(config, audio=audio and config.has_audio).requires_grad_(False).eval()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 from torch import nn
 
+from ..models.blank import blank
 from ..models.blocks import TransformerBlock
 from ..models.families import TransformerConfig
 from ..models.transformer import LTXTransformer
@@ -114,7 +114,7 @@ class Cost:
 @lru_cache(maxsize=16)
 def block_layers(config: TransformerConfig, audio: bool) -> tuple[tuple[str, int, int], ...]:
     """(name, out, in) of every matrix of a block."""
-    with torch.device("meta"):
+    with blank():
         block = TransformerBlock(config, video=True, audio=audio)
     return tuple((name, layer.out_features, layer.in_features) for name, layer in block.named_modules() if isinstance(layer, nn.Linear))
 
@@ -122,7 +122,7 @@ def block_layers(config: TransformerConfig, audio: bool) -> tuple[tuple[str, int
 @lru_cache(maxsize=16)
 def outside_numbers(config: TransformerConfig, audio: bool) -> int:
     """Parameters that are in no block."""
-    with torch.device("meta"):
+    with blank():
         model = LTXTransformer(config, audio=audio)
     return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("transformer_blocks."))
 

@@ -1,5 +1,7 @@
 """Packed, streamed, expanded, compiled and offloaded blocks: the same outputs and LoRA gradients as the plain network."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -305,3 +307,15 @@ class TestDisk:
         assert_same(expected, found)
         assert engine.store.disk.read > 0
         engine.close()
+
+
+def test_a_network_that_is_let_go_leaves_nothing():
+    """A LoRA's working copies and the node that made them must not hold each other where the collector cannot see."""
+    model = network("int8")
+    engine = engaged(model, EngineSettings(streamed=2))
+    adapt(model)
+    sum(part.sum() for part in model(*modalities())).backward()
+    left = [weakref.ref(thing) for thing in (*engine.loras, model, engine)]
+    del model, engine
+    gc.collect()
+    assert [ref() for ref in left if ref() is not None] == []
