@@ -68,7 +68,7 @@ def sample(nodes, case):
     if case.get("audio"):
         sound = torch.zeros(1, 8, case["audio"], 16)
         latent = {"samples": NestedTensor((latent["samples"], sound))}
-    (sigmas,) = nodes_lt.LTXVScheduler.execute(case["steps"], 2.05, 0.95, True, 0.1).result
+    (sigmas,) = nodes_lt.LTXVScheduler.execute(case["steps"], 2.05, 0.95, True, 0.1, latent if case["own_shift"] else None).result
     (sampler,) = custom.KSamplerSelect.execute("euler").result
     random = custom.Noise_RandomNoise(case["seed"])
     if case.get("audio"):
