@@ -171,7 +171,7 @@ class Preprocessor:
 
         batches = [b for b in self.share(encode_batches(plans, self.section.preprocess_batch_size)) if not all(self.cache.has(k) for p in b for k in self.picture_keys(p).values())]
         total, done = sum(map(len, batches)), 0
-        reading = prepare(batches, self.target.factors, wanted=self.roles, workers=self.section.preprocess_workers)
+        reading = prepare(batches, self.target.factors, wanted=self.roles, workers=self.section.decoding_threads)
         with closing(reading):
             for ready in reading:
                 self.report.check()
@@ -236,7 +236,7 @@ class Preprocessor:
 
     def encode_sounds(self, plans: Sequence[ClipPlan]) -> None:
         waiting = [p for p in self.share(plans) if p.id not in self.refused and not all(map(self.cache.has, self.sound_keys(p).values()))]
-        with ThreadPoolExecutor(max(1, self.section.preprocess_workers)) as pool:
+        with ThreadPoolExecutor(self.section.decoding_threads) as pool:
             for done, (piece, sounds) in enumerate(_ahead(pool, self.read_sounds, waiting), 1):
                 self.report.check()
                 if isinstance(sounds, Finding):

@@ -37,7 +37,7 @@ def report_on(
         section.clips,
         target.factors,
         wanted_roles=sorted(set(required) - {"video", "audio"}),
-        workers=max(1, section.preprocess_workers),
+        workers=section.decoding_threads,
         progress=progress,
         with_audio=with_audio,
     )
