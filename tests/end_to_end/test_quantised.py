@@ -3,19 +3,16 @@
 ``LTX_TRAIN_LONG=1`` adds the kinds that differ in their numbers alone, quantised files, and every kind on the fitted model, which has something to lose.
 """
 
-import json
 import os
 
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from ltx_train.bench.learning_tasks import TASKS, draw_clips, write_table
 from ltx_train.config import TrainConfig
 from ltx_train.memory.quantization import QUANTIZERS
 from ltx_train.tiny.fitted_set import FittedSet
 from tests.end_to_end.corridor import train
+from tests.quantised_files import repacked
 
 STEPS = 8
 LONG = pytest.mark.skipif(os.environ.get("LTX_TRAIN_LONG") != "1", reason="LTX_TRAIN_LONG=1 trains on every kind")
@@ -55,26 +52,14 @@ def test_quantised_training_is_within_two_percent(home, tmp_path, plain, quantiz
     assert done.warnings == FOUND.get(quantization, []), "it worked as asked, without a fallback"
 
 
-def repacked(path, target, kind):
-    """The model file with the weights of its blocks' attentions and feed-forwards as fp8-scaled or int8, as repacks have them."""
-    tensors, layers = load_file(path), {}
-    with safe_open(str(path), "pt") as file:
-        metadata = dict(file.metadata())
-    for key in [k for k in tensors if ".transformer_blocks." in k and k.endswith(".weight") and tensors[k].ndim == 2 and ("attn" in k or "ff" in k) and "connector" not in k]:
-        layer, wide = key.removesuffix(".weight"), tensors[key].float()
-        if "gate" in layer:
-            continue
-        if kind == "fp8-scaled":
-            scale = wide.abs().max() / 448
-            tensors[key], tensors[f"{layer}.weight_scale"] = (wide / scale).to(torch.float8_e4m3fn), scale
-            layers[layer] = {"format": "float8_e4m3fn"}
-        else:
-            scale = wide.abs().amax(1, keepdim=True) / 127
-            tensors[key], tensors[f"{layer}.weight_scale"] = (wide / scale).round().to(torch.int8), scale
-            tensors[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
-    if layers:
-        metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
-    save_file(tensors, target, metadata)
+def in_blocks(key):
+    """The weights of the blocks' attentions and feed-forwards, gates left out."""
+    return ".transformer_blocks." in key and ("attn" in key or "ff" in key) and not any(word in key for word in ("connector", "gate"))
+
+
+def quantised(source, target, kind):
+    """The model file in that kind."""
+    repacked(source, target, kind.removesuffix("-scaled"), in_blocks)
     return target
 
 
@@ -82,7 +67,7 @@ def repacked(path, target, kind):
 @pytest.mark.parametrize("kind", ["fp8-scaled", "int8"])
 def test_a_quantised_file_is_within_two_percent(home, tmp_path, plain, kind):
     """Trained on as it is."""
-    path = repacked(home.model("ltx2.3")["model"], tmp_path / "repacked.safetensors", kind)
+    path = quantised(home.model("ltx2.3")["model"], tmp_path / "repacked.safetensors", kind)
     done = train(settings(home, tmp_path / "run", None, model_path=str(path)))
     assert last(done) == pytest.approx(last(plain), rel=0.02) and done.losses != plain.losses
     assert not done.warnings
@@ -130,6 +115,6 @@ def test_a_trained_base_loses_what_is_said(drawn, drawn_plain, quantization):
 @LONG
 @pytest.mark.parametrize("kind", ["fp8-scaled", "int8"])
 def test_a_quantised_file_of_a_trained_base_loses_as_little(drawn, drawn_plain, tmp_path, kind):
-    more = last(drawn(None, repacked(FittedSet.at().model, tmp_path / f"{kind}.safetensors", kind))) / last(drawn_plain) - 1
+    more = last(drawn(None, quantised(FittedSet.at().model, tmp_path / f"{kind}.safetensors", kind))) / last(drawn_plain) - 1
     print(f"{kind} file: {more:+.2%} loss")
     assert more != 0 and abs(more) < 0.02

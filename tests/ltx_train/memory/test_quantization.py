@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from ltx_train.models.checkpoint import Checkpoint
 from ltx_train.models.linear import Linear, QuantizedWeight, linears
 from ltx_train.models.modality import Modality
 from ltx_train.models.transformer import load_transformer
+from tests.quantised_files import repacked
 
 DATA = Path(__file__).parents[2] / "parity" / "data"
 NAMES = sorted(QUANTIZERS)
@@ -208,28 +208,10 @@ def test_weights_rest_where_told():
 
 def stored_checkpoint(tmp_path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     """The tiny LTX-2.3 file with its attention weights as fp8-scaled or int8, as repacks have them; and their exact numbers."""
-    source = DATA / "ltx2.3.checkpoint.safetensors"
-    sd = safetensors.torch.load_file(source)
-    with safetensors.safe_open(source, "pt") as file:
-        metadata = dict(file.metadata())
-    numbers, layers = {}, {}
-    for key in [k for k in sd if "transformer_blocks." in k and ".attn1.to_" in k and k.endswith("weight") and "connector" not in k]:
-        layer = key.removesuffix(".weight")
-        wide = sd[key].float()
-        if kind == "fp8":
-            scale = wide.abs().max() / 448
-            sd[key], sd[f"{layer}.weight_scale"] = (wide / scale).to(torch.float8_e4m3fn), scale
-            layers[layer] = {"format": "float8_e4m3fn"}
-        else:
-            scale = wide.abs().amax(1, keepdim=True) / 127
-            sd[key], sd[f"{layer}.weight_scale"] = (wide / scale).round().to(torch.int8), scale
-            sd[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
-        numbers[layer.removeprefix("model.diffusion_model.")] = sd[key].float() * scale
-    if layers:
-        metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
     path = tmp_path / f"{kind}.safetensors"
-    safetensors.torch.save_file(sd, path, metadata)
-    return path, numbers
+    wanted = lambda key: "transformer_blocks." in key and ".attn1.to_" in key and "connector" not in key  # noqa: E731
+    numbers = repacked(DATA / "ltx2.3.checkpoint.safetensors", path, kind, wanted)
+    return path, {layer.removeprefix("model.diffusion_model."): value for layer, value in numbers.items()}
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
