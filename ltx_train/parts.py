@@ -27,6 +27,7 @@ from .runs.model_card import ModelCard
 from .trained_weights import LoraResult, build_trainable, data_fingerprint, load_shards
 from .training.ema import Ema
 from .training.flow_matching import ModalityBalance
+from .training.host_adam import HostAdamW
 from .training.parallel import Parallel, keep_global_batch
 from .training.snapshots import last_state
 from .training.step import StepOutput, TrainStep
@@ -122,7 +123,7 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         data=feed,
         step=step,
         trainable=trainable,
-        optimizer=config.optimization.build_optimizer(trainable.parameters(), in_ram=acceleration.optimizer_in_ram == "on"),
+        optimizer=build_optimizer(config, trainable, live),
         scaler=torch.amp.GradScaler(parallel.device.type, enabled=acceleration.dtype == torch.float16 and parallel.device.type != "cpu"),
         ema=Ema(trainable.named_parameters(), ema) if ema is not None else None,
         validator=Validator(
@@ -133,6 +134,15 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         together=1 if acceleration.accumulate_together == "auto" else min(acceleration.accumulate_together, feed.accumulation),
         held_out=HeldOut(data.held_out, encoded.contexts, step, parallel.device, base=base) if data.held_out is not None else None,
     )  # fmt: skip
+
+
+def build_optimizer(config: TrainConfig, trainable: Trainable, live: LiveRun) -> torch.optim.Optimizer:
+    """The optimizer over what is trained; where its means rest in host memory, that is taken now: 8 bytes a parameter take a while."""
+    optimizer = config.optimization.build_optimizer(trainable.parameters(), in_ram=config.acceleration.optimizer_in_ram == "on")
+    if isinstance(optimizer, HostAdamW):
+        with live.phase("optimizer state"):
+            optimizer.prepare(lambda done, total: live.progress("optimizer state", done >> 20, total >> 20, unit="MiB"))
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,7 @@ def load_base(config: TrainConfig, checkpoint: Checkpoint, parallel: Parallel, s
     """The transformer that is trained or adapted: in shards for full fine-tuning over several ranks, else as the memory settings say."""
     recompute = config.acceleration.checkpoints_activations(config.optimization.enable_gradient_checkpointing)
     if config.model.training_mode == "full" and parallel.world > 1:
-        return load_shards(config, checkpoint, parallel, streams, recompute)
+        return load_shards(config, checkpoint, parallel, streams, recompute, live)
     return load_network(
         checkpoint, config.acceleration, parallel.device, streams=streams, live=live, recompute=recompute,
         dropout=config.lora is not None and config.lora.dropout > 0, frozen=config.model.training_mode == "lora",

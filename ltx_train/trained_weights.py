@@ -56,14 +56,15 @@ class LoraResult(Trainable):
         return self_check(path, self.shapes).modules
 
 
-def load_shards(config: TrainConfig, checkpoint: Checkpoint, parallel: Parallel, streams: Sequence[str], recompute: bool) -> LTXTransformer:
+def load_shards(config: TrainConfig, checkpoint: Checkpoint, parallel: Parallel, streams: Sequence[str], recompute: bool, live: LiveRun) -> LTXTransformer:
     """The transformer in shards over the ranks, for full fine-tuning. Raises ConfigError for what cannot be trained so."""
     section = config.acceleration
     source = checkpoint.source("transformer")
     stored = any(source.format(name) is not None for name in source.keys())
     dtype = section.compute_dtype(parallel.device)
     check_sharded(config.optimization.optimizer_type, dtype, quantization=section.quantization, stored_quantised=stored)
-    transformer = load_sharded(checkpoint, parallel, dtype=dtype, video="video" in streams, audio="audio" in streams)
+    told = lambda done, total: live.progress("load the model", done, total, unit="weights")  # noqa: E731
+    transformer = load_sharded(checkpoint, parallel, dtype=dtype, video="video" in streams, audio="audio" in streams, progress=told)
     if recompute:
         checkpoint_activations(transformer, kept=section.keep_activations_of)
     return transformer

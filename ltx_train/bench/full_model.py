@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..memory.pinned import HostMemory, Through
 from ..models.families import FAMILIES, Family
 from ..models.transformer import keeps_float32
 from ..tensorfile import Lazy, write_tensors
@@ -31,7 +32,7 @@ def write_random(path: Path, family: str, device: torch.device, config: Mapping[
     """A transformer file of the family's full size (or of ``config``) in random bfloat16, written tensor by tensor; one that is there stays."""
     row = FAMILIES[family]
     config = config or row.config["transformer"]
-    return _write(path, _transformer(row, config, device), {"config": json.dumps({"transformer": config})})
+    return _write(path, _transformer(row, config, device), {"config": json.dumps({"transformer": config})}, device)
 
 
 def write_full(folder: Path, family: str, device: torch.device) -> dict[str, Path]:
@@ -47,12 +48,12 @@ def write_full(folder: Path, family: str, device: torch.device) -> dict[str, Pat
     if row.text == "gemma4":
         said = version | {"gemma_source_checkpoint": json.dumps({"ltx_version": "2.5.0", "gemma_version": GEMMA_VERSION})}
         return {
-            "model_path": _write(folder / f"{family}-transformer.safetensors", core, _said(config, "transformer") | said),
-            "video_vae_path": _write(folder / f"{family}-video-vae.safetensors", vae, _said(config, "vae") | version),
-            "audio_vae_path": _write(folder / f"{family}-audio-vae.safetensors", sound, _said(config, "audio_vae", "vocoder") | version),
+            "model_path": _write(folder / f"{family}-transformer.safetensors", core, _said(config, "transformer") | said, device),
+            "video_vae_path": _write(folder / f"{family}-video-vae.safetensors", vae, _said(config, "vae") | version, device),
+            "audio_vae_path": _write(folder / f"{family}-audio-vae.safetensors", sound, _said(config, "audio_vae", "vocoder") | version, device),
         }
     core |= {f"vae.{name}": t for name, t in vae.items()} | sound | _projection(row, config["transformer"], device)
-    model = _write(folder / f"{family}.safetensors", core, _said(config, "transformer", "vae", "audio_vae", "vocoder") | version)
+    model = _write(folder / f"{family}.safetensors", core, _said(config, "transformer", "vae", "audio_vae", "vocoder") | version, device)
     thin = GEMMA3 | {"hidden_size": GEMMA_WIDTH, "num_hidden_layers": GEMMA_LAYERS, "intermediate_size": 64}
     place = folder / "gemma-3-thin"
     return {"model_path": model, "text_encoder_path": place if place.exists() else write_gemma3(place, 0, thin)["text_encoder_folder"]}
@@ -87,12 +88,15 @@ def write_clips(root: Path, size: str, *, video_width: int, audio_width: int, to
     return root
 
 
-def _write(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> Path:
+def _write(path: Path, tensors: Tensors, metadata: Mapping[str, str], device: torch.device) -> Path:
     """Without a checksum and without waiting for the disk: 46 GB would take minutes, and nobody misses them."""
     if not path.exists():
-        temporary = path.with_suffix(".tmp")
+        temporary, memory = path.with_suffix(".tmp"), HostMemory(pin=device.type == "cuda")
+        through = Through(memory) if memory.pin else Tensor.cpu  # new host memory for each would take as long as the writing
+        moved = lambda t: Lazy(t.shape, t.dtype, lambda: through(t.make())) if isinstance(t, Lazy) else t  # noqa: E731
         with open(temporary, "wb") as file:
-            write_tensors(file, tensors, metadata, checksum=False)
+            write_tensors(file, {name: moved(t) for name, t in tensors.items()}, metadata, checksum=False)
+        memory.close()
         temporary.replace(path)
     return path
 
@@ -107,7 +111,7 @@ def _transformer(row: Family, config: Mapping[str, object], device: torch.device
     def lazy(name: str, shape: tuple[int, ...]) -> Lazy:
         dtype = torch.float32 if keeps_float32(name) else torch.bfloat16
         empty = lambda: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-        return Lazy(shape, dtype, lambda: (empty().fill_(1.0) if "norm" in name else empty().normal_(std=DEVIATION)).cpu())
+        return Lazy(shape, dtype, lambda: empty().fill_(1.0) if "norm" in name else empty().normal_(std=DEVIATION))
 
     return {PREFIX + name: lazy(name, shape) for name, shape in transformer_shapes(config, row).items()}
 
@@ -119,8 +123,8 @@ def _drawn(shapes: Mapping[str, tuple[int, ...]], device: torch.device, prefix: 
         def make() -> Tensor:
             empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
             if len(shape) > 1:
-                return empty.normal_(std=1 / math.sqrt(math.prod(shape[1:]))).cpu()
-            return empty.fill_(0.0 if "bias" in name or "mean" in name or "alpha" in name or "beta" in name else 1.0).cpu()
+                return empty.normal_(std=1 / math.sqrt(math.prod(shape[1:])))
+            return empty.fill_(0.0 if "bias" in name or "mean" in name or "alpha" in name or "beta" in name else 1.0)
 
         return Lazy(shape, torch.bfloat16, make)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,15 +17,32 @@ import torch
 
 from ..config import TrainConfig
 from ..errors import ConfigError
+from ..launch import Child, Outcome
 from ..models.families import FAMILIES
 from ..run_setup import launch_job, open_training
-from ..runs.events import Event, PhaseEvent, SampleEvent, SnapshotEvent, StateEvent, StatisticsEvent, StepEvent, WarningEvent
+from ..runs.events import (
+    ErrorEvent,
+    Event,
+    JobEvent,
+    LoraEvent,
+    PhaseEvent,
+    ProgressEvent,
+    SampleEvent,
+    SnapshotEvent,
+    StateEvent,
+    StatisticsEvent,
+    StepEvent,
+    WarningEvent,
+)
 from ..runs.run_dir import RunDir
 from .full_model import write_clips, write_full, write_small
 from .step import GIB, StepCase, card_name, run_cases
 
 WARM = 4
 """Steps that compile, warm up and record; the others are timed."""
+EVERY = 10.0
+"""Seconds between two lines on the same phase's progress."""
+Say = Callable[[dict[str, object]], None]
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,8 @@ class TrainCase:
     """A run. setting: as for ``bench step``; its cap is the run's ``memory_limit_gb``. previews: steps between two, 0 for none.
 
     resumed: steps after the first ``steps``, by a new process from the last snapshot. processes: GPUs, each with its own clip.
-    part: the run waits after so many steps with its weights in host memory, and goes on; 0: it does not.
+    part: the run waits after so many steps with its weights in host memory, and goes on; 0: it does not. result: the run writes
+    its file at the end; else it is ended after its last step.
     """
 
     setting: StepCase
@@ -42,6 +63,7 @@ class TrainCase:
     part: int = 0
     mode: str = "lora"
     optimizer: str = "adamw"
+    result: bool = True
 
     def config(self, folder: Path, device: torch.device) -> TrainConfig:
         """The job as a user would write it, its model and clips written below ``folder`` where they are not there yet."""
@@ -87,61 +109,144 @@ class TrainCase:
         }  # fmt: skip
 
 
-def run_train(case: TrainCase, *, folder: Path | None, step_too: bool, command: str) -> Iterator[dict[str, object]]:
+def run_train(case: TrainCase, *, folder: Path | None, step_too: bool, command: str, say: Say = lambda line: None) -> Iterator[dict[str, object]]:
     """A record of the run, one of the resumed part if there is one, and ``bench step`` of the same setting with their ratio.
 
     Several processes are measured beside one instead: ``times_one`` is how many times its samples a second they train.
 
-    folder: where the model and the clips are kept for another time; the run itself is made anew.
+    folder: where the model and the clips are kept for another time; the run itself is made anew. say: gets a line for each part
+    of the way as it goes. Interrupted (Ctrl+C, or SIGTERM as a time limit sends it), the child is ended and what is known is the last record.
     """
-    with TemporaryDirectory(prefix="ltx_train_bench_") as temporary:
+    if case.resumed and not case.result:
+        raise ConfigError("bench.result", "A run without a result cannot be resumed.", "Leave --resume or --no-result out.")
+    with terminated_as_interrupt(), TemporaryDirectory(prefix="ltx_train_bench_") as temporary:
         place = folder or Path(temporary)
         device = torch.device("cuda", 0) if torch.cuda.is_available() and not case.setting.tiny else torch.device("cpu")
+        began = time.time()
+        say({"bench": "train", "phase": "write the model and the clips"})
         config = case.config(place, device).model_copy(update={"output_dir": str(Path(temporary) / "run")})
+        say({"bench": "train", "phase": "write the model and the clips", "seconds": round(time.time() - began, 1)})
         s = case.setting
         about = {"bench": "train", "size": s.size, "rank": s.rank, "family": s.family, "setting": s.setting, "processes": case.processes, "card": card_name(device), "mode": case.mode}
         told = {"command": command, "date": time.strftime("%Y-%m-%d")}
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        found = carried_out(config, part=case.part)
+        found = carried_out(config, part=case.part, result=case.result, say=say)
         yield {**about, **found, **told}
+        if "interrupted" in found:
+            return
         if case.processes > 1:
             if step_too and "step_s" in found:
-                yield alone(config, found, {**about, "processes": 1}) | told
+                yield alone(config, found, {**about, "processes": 1}, result=case.result, say=say) | told
             return
         if case.resumed and "error" not in found:
             longer = config.model_copy(update={"optimization": config.optimization.model_copy(update={"steps": case.steps + case.resumed})})
-            yield {**about, "resumed_at": case.steps, **carried_out(longer, after=case.steps), **told}
+            again = carried_out(longer, after=case.steps, say=say)
+            yield {**about, "resumed_at": case.steps, **again, **told}
+            if "interrupted" in again:
+                return
         if step_too and "step_s" in found:
+            say({"bench": "train", "phase": "bench step"})
             record = next(run_cases([replace(s, steps=max(3, case.steps - WARM))], plain=False, command=command))
             ratio = {"train_over_bench_step": round(found["step_s"] / record["step_s"], 3)} if "step_s" in record else {}
             yield {**record, **ratio}
 
 
-def alone(config: TrainConfig, together: dict[str, object], about: dict[str, object]) -> dict[str, object]:
+def alone(config: TrainConfig, together: dict[str, object], about: dict[str, object], *, result: bool, say: Say) -> dict[str, object]:
     """The same run on one GPU, and how many times its samples a second the processes together trained."""
     place = config.output_dir + "_alone"
-    one = carried_out(config.model_copy(update={"output_dir": place, "distributed": config.distributed.model_copy(update={"num_processes": 1})}))
+    one = carried_out(config.model_copy(update={"output_dir": place, "distributed": config.distributed.model_copy(update={"num_processes": 1})}), result=result, say=say)
     rate = lambda found: found["global_batch"] / found["step_s"]  # noqa: E731
     ratio = {"times_one": round(rate(together) / rate(one), 3)} if "step_s" in one else {}
     return {**about, **one, **ratio}
 
 
-def carried_out(config: TrainConfig, *, after: int = 0, part: int = 0) -> dict[str, object]:
-    """What a run of the config does, in children as always; after: the step that an earlier start ended at; part: see :class:`TrainCase`."""
+def carried_out(config: TrainConfig, *, after: int = 0, part: int = 0, result: bool = True, say: Say = lambda line: None) -> dict[str, object]:
+    """What a run of the config does, in children as always; after: the step that an earlier start ended at; part, result: see :class:`TrainCase`."""
     started = time.time()
     opened = open_training(config)
-    child = launch_job(opened, lower_plan=None, steps_this_run=part)
-    outcome = child.wait()
+    last = None if result else config.optimization.steps
+    children: list[Child] = []
     waited: dict[str, object] = {}
-    if part and outcome.part_done:
-        waited, asked = while_parked(opened.run), time.time()
-        outcome = launch_job(opened, lower_plan=None).wait()
-        later = [e for e in opened.run.events().events if isinstance(e, StepEvent) and e.t > asked]
-        waited["go_on_s"] = round(later[0].t - asked, 2) if later else None
+
+    def follow(**options: object) -> Outcome | None:
+        children.append(launch_job(opened, **options))
+        return followed(children[-1], started, say, last)
+
+    try:
+        outcome = follow(lower_plan=None, steps_this_run=part)
+        if part and outcome is not None and outcome.part_done:
+            waited, asked = while_parked(opened.run), time.time()
+            outcome = follow(lower_plan=None)
+            later = [e for e in opened.run.events().events if isinstance(e, StepEvent) and e.t > asked]
+            waited["go_on_s"] = round(later[0].t - asked, 2) if later else None
+    except KeyboardInterrupt:
+        events = opened.run.events().events
+        for child in children:
+            child.kill()
+        return {**told_by(events, started, after), **standing(events, started), "error": "interrupted", "interrupted": True, "log": list(opened.run.tail(8))}
     run = RunDir.open(opened.run.path)
     found = {**told_by(run.events().events, started, after), **waited}
+    if outcome is None:
+        return {"global_batch": config.optimization.batch_size * config.distributed.num_processes, **found}
     return found if outcome.ok else {**found, "error": f"{outcome.code}: {outcome.message}"[:400], "log": list(outcome.log[-12:])}
+
+
+def followed(child: Child, started: float, say: Say, last: int | None) -> Outcome | None:
+    """How the child ends, its events told as they come; None where it is ended after the step ``last``."""
+    progress: dict[str, float] = {}
+    for event in child.follow():
+        line = line_of(event)
+        seldom = isinstance(event, ProgressEvent) and event.done != event.total and event.t < progress.get(event.phase, 0.0) + EVERY
+        if line is not None and not seldom:
+            say({"bench": "train", **line, "at_s": round(event.t - started, 1)})
+            progress |= {event.phase: event.t} if isinstance(event, ProgressEvent) else {}
+        if last is not None and isinstance(event, StepEvent) and event.step >= last:
+            child.kill()
+            return None
+    return child.wait()
+
+
+def line_of(event: Event) -> dict[str, object] | None:
+    """What of an event is told on the way."""
+    if isinstance(event, PhaseEvent):
+        return {"phase": event.phase} | ({} if event.seconds is None else {"seconds": round(event.seconds, 1)})
+    if isinstance(event, ProgressEvent):
+        return {"phase": event.phase, "done": event.done, "of": event.total, "unit": event.unit}
+    if isinstance(event, StepEvent):
+        return {"step": event.step, "seconds": None if event.seconds is None else round(event.seconds, 3)}
+    if isinstance(event, JobEvent | SnapshotEvent | LoraEvent | SampleEvent):
+        return {"event": event.type}
+    return {"event": event.type, "message": event.message} if isinstance(event, WarningEvent | ErrorEvent) else None
+
+
+def standing(events: list[Event], started: float) -> dict[str, object]:
+    """Where a run stands: the phases that have begun and not ended, with their seconds so far, and what was said last."""
+    now, open_phases = time.time(), {}
+    mine = [e for e in events if e.t >= started]
+    for event in mine:
+        if isinstance(event, PhaseEvent):
+            open_phases[event.phase] = event.t if event.state == "start" else None
+    lines = [{**line, "at_s": round(e.t - started, 1)} for e in mine if (line := line_of(e)) is not None]
+    return {"stands_in": {name: round(now - begun, 1) for name, begun in open_phases.items() if begun is not None}, "after_s": round(now - started, 1), "last": lines[-4:]}
+
+
+@contextmanager
+def terminated_as_interrupt() -> Iterator[None]:
+    """Inside, SIGTERM interrupts as Ctrl+C does, once: a time limit ends us with what we know, and our children with us."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def while_parked(run: RunDir) -> dict[str, object]:
@@ -169,6 +274,9 @@ def told_by(events: list[Event], started: float, after: int) -> dict[str, object
         }  # fmt: skip
         peaks = [e.peak_memory for e in timed if e.peak_memory]
         found |= {"allocated_gib": round(max(peaks) / GIB, 2)} if peaks else {}
+    made = [e for e in mine if isinstance(e, LoraEvent) and e.final]
+    if made and steps:
+        found["result_s"] = round(made[-1].t - steps[-1].t, 1)
     batches = [e.global_batch for e in mine if isinstance(e, StatisticsEvent)]
     found |= {"global_batch": batches[-1]} if batches else {}
     previews = [e for e in mine if isinstance(e, SampleEvent)]

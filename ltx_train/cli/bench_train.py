@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from pathlib import Path
 
 from .bench_load import told
@@ -24,6 +26,7 @@ def add(kinds: argparse._SubParsersAction, command_of, show) -> None:
     train.add_argument("--optimizer", default="adamw")
     train.add_argument("--folder", type=Path, help="where the random model and clips are kept; found there they are used again")
     train.add_argument("--no-step", action="store_true", help="leave bench step of the same setting out; with several GPUs, the run on one")
+    train.add_argument("--no-result", action="store_true", help="end the run after its last step: a full model's file is not gathered and written")
     train.add_argument("--tiny", action="store_true", help="a tiny model that a CPU trains in seconds")
     train.add_argument("--out", type=Path, help="append the records to this file too")
     train.set_defaults(run=run_train, command_of=command_of, show=show)
@@ -36,5 +39,13 @@ def run_train(options: argparse.Namespace) -> int:
 
     base = StepCase(size="64x64x9", rank=4, tiny=True, compile=False) if options.tiny else StepCase(size=options.size)
     setting = StepCase.parse(options.case, StepCase.parse(f"family={options.family}", base))
-    case = TrainCase(setting, options.steps, options.resume, options.previews, options.preview_steps, options.processes, options.part, options.mode, options.optimizer)
-    return told(run(case, folder=options.folder, step_too=not options.no_step, command=options.command_of(options)), options)
+    case = TrainCase(
+        setting, options.steps, options.resume, options.previews, options.preview_steps, options.processes, options.part, options.mode, options.optimizer, not options.no_result
+    )  # fmt: skip
+    return told(run(case, folder=options.folder, step_too=not options.no_step, command=options.command_of(options), say=_say), options)
+
+
+def _say(line: dict[str, object]) -> None:
+    """Where the run stands, for whoever waits for its record; what is cut off by a time limit has told that much."""
+    sys.stderr.write(json.dumps(line) + "\n")
+    sys.stderr.flush()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, LtxTrainError
+from ..memory.pinned import HostMemory, Through
 from ..models.checkpoint import Checkpoint
 from ..models.families import TRANSFORMER_PREFIX
 from ..models.safetensors_file import SafetensorsFile
 from ..models.transformer import LTXTransformer, keeps_float32, transformer_source
-from ..tensorfile import Lazy, save_tensors
+from ..tensorfile import Lazy, atomic_file, write_tensors
 from .snapshots import LazyTensors
 from .trainable import Trainable
 
@@ -41,10 +42,11 @@ class FullWeights(Trainable):
         self._copies = [(self.masters[name], p) for name, p in transformer.named_parameters() if p.dtype != torch.float32]
 
     def _masters(self) -> dict[str, nn.Parameter]:
-        """Float32 parameters: the network's own, or read from the file again where its own are rounded."""
+        """Float32 parameters: the network's own, or what the file holds where its own are not float32; read again only where they are rounded."""
         source = transformer_source(self.checkpoint, self.transformer)
-        exact = lambda name, p: nn.Parameter(source.get(name, dtype=torch.float32, device=p.device))  # noqa: E731
-        return {name: p if p.dtype == torch.float32 else exact(name, p) for name, p in self.transformer.named_parameters()}
+        stored = lambda name, p: source.format(name) is None and source.info(name).dtype == p.dtype  # noqa: E731
+        exact = lambda name, p: p.detach().float() if stored(name, p) else source.get(name, dtype=torch.float32, device=p.device)  # noqa: E731
+        return {name: p if p.dtype == torch.float32 else nn.Parameter(exact(name, p)) for name, p in self.transformer.named_parameters()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return self.masters
@@ -93,9 +95,13 @@ class FullWeights(Trainable):
         Raises LtxTrainError ``full.not_finite`` naming the tensor with NaN or infinity; nothing is written then.
         """
         self.check_finite()
-        tensors = self.entries()
-        with self.writing({"model": tensors}) as groups:
-            save_tensors(path, groups["model"], self._metadata(step), f"the model {path.name}")
+        memory = HostMemory(pin=next(iter(self.masters.values())).device.type == "cuda")
+        tensors = self.entries(Through(memory) if memory.pin else Tensor.cpu)
+        try:
+            with self.writing({"model": tensors}) as groups, atomic_file(path, f"the model {path.name}") as file:
+                write_tensors(file, groups["model"], self._metadata(step), checksum=False)  # nobody asks for it, and it takes as long as the writing
+        finally:
+            memory.close()
         written = {n for n in SafetensorsFile.open(path).spans}
         assert written == set(tensors)
         return len(self.masters)
@@ -106,12 +112,15 @@ class FullWeights(Trainable):
             if not bool(torch.isfinite(master).all()):
                 raise LtxTrainError("full.not_finite", f"The model is not saved: {name[-70:]} has NaN or infinite values.", "Go on from the last good snapshot with a lower learning rate.")
 
-    def entries(self) -> dict[str, Tensor | Lazy]:
-        """The tensors of the result file by their names in it, each made when it is written; connectors as they were."""
+    def entries(self, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor | Lazy]:
+        """The tensors of the result file by their names in it, each made when it is written; connectors as they were.
+
+        to_host: how one that is made comes to the host. They are rounded before they are gathered and moved: half the bytes.
+        """
         tensors: dict[str, Tensor | Lazy] = {}
         for name, master in self.masters.items():
             kind = torch.float32 if keeps_float32(name) else self.dtype
-            make = lambda n=name, p=master, k=kind: self._whole(n, p.detach()).to("cpu", k)  # noqa: E731
+            make = lambda n=name, p=master, k=kind: to_host(self._whole(n, p.detach().to(k)))  # noqa: E731
             tensors[TRANSFORMER_PREFIX + name] = Lazy(self.shapes[name], kind, make)
         if self.checkpoint.has("connectors"):
             source = self.checkpoint.source("connectors")

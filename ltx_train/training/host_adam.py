@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ..memory.pinned import clear
 from .flat_adam import one_tensor
 
 CHUNK = 1 << 25
@@ -103,6 +104,14 @@ class HostAdamW(torch.optim.Optimizer):
         )  # fmt: skip
 
     # -- where everything lies --
+    def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Take the means' host memory now, where the order of the parameters is known before there are gradients; else the first step does.
+
+        progress: told the bytes that are there, and those of all means.
+        """
+        if not self._order and one_tensor(self.parameters) is None:
+            self._lay_out(list(range(len(self.parameters))), progress)
+
     def _flat(self) -> tuple[Tensor, Tensor] | None:
         """(weights, gradient) [numbers] where the parameters and their gradients fill one tensor each in the same order; lays the means out alike."""
         ends = tuple(t.data_ptr() for p in (self.parameters[0], self.parameters[-1]) for t in (p, p.grad))
@@ -119,15 +128,18 @@ class HostAdamW(torch.optim.Optimizer):
         self._found = None if places is None else (found[0][0], found[1][0])
         return self._found
 
-    def _lay_out(self, order: list[int]) -> None:
+    def _lay_out(self, order: list[int], progress: Callable[[int, int], None] | None = None) -> None:
         """Host buffers, and two chunks' room on the card, in this order of the parameters."""
         sizes = [self.parameters[index].numel() for index in order]
         self.chunks, first = [], 0
         for part in _chunks(sizes):
             size = sum(sizes[n] for n in part)
-            means = tuple(self.take(4 * size).view(torch.float32).zero_() for _ in _MEANS)
-            self.chunks.append(_Chunk(tuple(self.parameters[order[n]] for n in part), means, first))
+            means = tuple(self.take(4 * size) for _ in _MEANS)
+            clear(means)
+            self.chunks.append(_Chunk(tuple(self.parameters[order[n]] for n in part), tuple(mean.view(torch.float32) for mean in means), first))
             first += size
+            if progress is not None:
+                progress(4 * len(_MEANS) * first, 4 * len(_MEANS) * sum(sizes))
         self._order = order
         self._views = {(p, name): view for chunk in self.chunks for name, mean in zip(_MEANS, chunk.means) for p, view in zip(chunk.parameters, chunk.views(mean))}
         if self.streams:

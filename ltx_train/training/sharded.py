@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, LtxTrainError
+from ..errors import CheckpointError, ConfigError, LtxTrainError
+from ..memory.pinned import PIECE, HostMemory, host_threads
 from ..models.checkpoint import Checkpoint
 from ..models.families import TRANSFORMER_PREFIX
 from ..models.transformer import LTXTransformer, keeps_float32, load_transformer, transformer_source
-from ..models.weights import check_weights, load_weights
+from ..models.weights import WeightSource, check_weights
 from ..tensorfile import Lazy, writing_order
 from .full import FullWeights
 from .parallel import Parallel
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 ELEMENTWISE = ("adamw", "adamw_schedulefree")
 """Optimizers whose update of a number needs that number's own gradient alone, so that a shard can be moved by itself."""
+READERS = 4
+"""Threads that read a tensor together."""
 
 
 def check_sharded(optimizer: str, dtype: torch.dtype, *, quantization: str | None, stored_quantised: bool) -> None:
@@ -43,18 +48,21 @@ def check_sharded(optimizer: str, dtype: torch.dtype, *, quantization: str | Non
         raise ConfigError("full.fp16", "Full fine-tuning on several GPUs computes in bf16 or float32, not in fp16.", "Set acceleration.mixed_precision_mode to bf16.")
 
 
-def load_sharded(checkpoint: Checkpoint, parallel: Parallel, *, dtype: torch.dtype, video: bool = True, audio: bool = True) -> LTXTransformer:
+def load_sharded(
+    checkpoint: Checkpoint, parallel: Parallel, *, dtype: torch.dtype, video: bool = True, audio: bool = True, progress: Callable[[int, int], None] | None = None
+) -> LTXTransformer:
     """The checkpoint's transformer with float32 weights in shards over the ranks, computing in ``dtype``.
 
-    Block by block: a rank reads a block, keeps its rows and forgets the others, so that never more than one block is whole.
+    A rank reads its own rows alone, and turns them into float32 on its device: the host never holds more than a tensor.
     The modulation tables are small and float32 in the computation too: every rank holds them.
+    progress: told how many tensors are there, and of how many.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = load_transformer(checkpoint, dtype=torch.float32, device="meta", video=video, audio=audio).requires_grad_(True)
     source = transformer_source(checkpoint, model)
-    check_weights(model, source)
+    names = check_weights(model, source)
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole: set[nn.Parameter] = set()
@@ -63,14 +71,78 @@ def load_sharded(checkpoint: Checkpoint, parallel: Parallel, *, dtype: torch.dty
         whole.update(p for name, p in module.named_parameters() if keeps_float32(name))
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole, **options)
 
-    for index, block in enumerate(model.transformer_blocks):
-        load_weights(block, source.subset(f"transformer_blocks.{index}."), dtype=torch.float32, device=parallel.device)
+    for block in model.transformer_blocks:
         shard(block, reshard_after_forward=True)
-    rest = source.renamed(lambda name: None if name.startswith("transformer_blocks.") else name)
-    load_weights(model, rest, dtype=torch.float32, device=parallel.device, ignore=("transformer_blocks.*",))
     shard(model, reshard_after_forward=False)
+    model.to_empty(device=parallel.device)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert set(tensors) == set(names), "every tensor comes from the file"
+    with RowReader(source, parallel.device) as reader:
+        for done, name in enumerate(names, 1):
+            own = tensors[name].detach()
+            reader.fill(name, own.to_local() if _is_sharded(own) else own, own_rows(own, parallel) if _is_sharded(own) else None)
+            if progress is not None:
+                progress(done, len(names))
     warnings.filterwarnings("ignore", message=r"(?s)FSDP2-wrapped module .* returned a view tensor")  # the loss never writes into it
     return model.eval()
+
+
+def own_rows(parameter: Tensor, parallel: Parallel) -> tuple[int, int]:
+    """[first, last) rows of a tensor on this rank: equal chunks, the last ones shorter or empty."""
+    rows, chunk = parameter.shape[0], -(-parameter.shape[0] // parallel.world)
+    first, last = (min(rows, chunk * n) for n in (parallel.rank, parallel.rank + 1))
+    return first, last
+
+
+class RowReader:
+    """Tensors of a source, or some of their rows, read into one page-locked buffer by several threads and given to the device as stored."""
+
+    def __init__(self, source: WeightSource, device: torch.device) -> None:
+        self.source, self.memory = source, HostMemory(pin=device.type == "cuda")
+        infos = [source.info(name) for name in source.keys()]
+        self.buffer = self.memory.take(max(math.prod(info.shape) * info.dtype.itemsize for info in infos))
+        self.pool = ThreadPoolExecutor(min(READERS, host_threads()), "rows")
+
+    def __enter__(self) -> RowReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown()
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.memory.close()
+
+    @torch.no_grad()
+    def fill(self, name: str, into: Tensor, rows: tuple[int, int] | None = None) -> None:
+        """Copy the tensor, or its rows [first, last), into ``into``, whose format it takes."""
+        if not into.numel():
+            return
+        if self.source.format(name) is not None:
+            value = self.source.get(name, device=into.device)
+            into.copy_(value if rows is None else value[rows[0] : rows[1]])
+            return
+        into.copy_(self._stored(name, into.shape, rows).to(into.device))  # the device converts: the host would take longer to than to read
+
+    def _stored(self, name: str, shape: torch.Size, rows: tuple[int, int] | None) -> Tensor:
+        """The numbers as the file has them, in the buffer."""
+        stored = self.source.names[name]
+        file = self.source.store.where[stored]
+        span = file.spans[stored]
+        size = math.prod(shape) * span.info.dtype.itemsize
+        begin = span.begin + (rows[0] * size // (rows[1] - rows[0]) if rows is not None else 0)
+        pieces = [(file.path, begin + at, self.buffer[at : min(size, at + PIECE)]) for at in range(0, size, PIECE)]
+        if not all(self.pool.map(_read_into, pieces)):
+            raise CheckpointError("checkpoint.truncated", f"{file.path.name[:40]} ends inside the tensor {name[-60:]}.", "The file changed on disk. Download the file again, whole.")
+        return self.buffer[:size].view(span.info.dtype).view(shape)
+
+
+def _read_into(piece: tuple[Path, int, Tensor]) -> bool:
+    path, begin, into = piece
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        view, done = memoryview(into.numpy()), 0
+        while done < len(view) and (got := file.readinto(view[done:])):
+            done += got
+        return done == len(view)
 
 
 class ShardedWeights(FullWeights):
@@ -96,9 +168,8 @@ class ShardedWeights(FullWeights):
         return {name: local(p) for name, p in self.transformer.named_parameters()}
 
     def _rows(self, parameter: DTensor) -> tuple[int, int]:
-        """[first, last) rows of a tensor on this rank: equal chunks, the last ones shorter or empty."""
-        rows, chunk = parameter.shape[0], -(-parameter.shape[0] // self.parallel.world)
-        first, last = (min(rows, chunk * n) for n in (self.parallel.rank, self.parallel.rank + 1))
+        """See :func:`own_rows`."""
+        first, last = own_rows(parameter, self.parallel)
         assert parameter.to_local().shape[0] == last - first
         return first, last
 
@@ -151,7 +222,7 @@ class ShardedWeights(FullWeights):
         if self.parallel.is_main:
             return super().write(path, step)
         self.check_finite()
-        own = {name: entry for name, entry in self.entries().items() if name.removeprefix(TRANSFORMER_PREFIX) in self.masters}
+        own = {name: entry for name, entry in self.entries(lambda value: value).items() if name.removeprefix(TRANSFORMER_PREFIX) in self.masters}
         self.take_part({"model": own})
         return len(self.masters)
 
