@@ -35,15 +35,23 @@ def empty_transformer(config: TransformerConfig, *, audio: bool) -> LTXTransform
         return LTXTransformer(config, audio=audio and config.has_audio).requires_grad_(False).eval()
 
 
-def fill(module: nn.Module, device: torch.device, dtype: torch.dtype, skip: tuple[str, ...] = ()) -> None:
-    """Give every parameter below ``module`` random values on the device; norms get ones."""
+def fill(module: nn.Module, device: torch.device, dtype: torch.dtype, skip: tuple[str, ...] = (), *, untrained: bool = False) -> None:
+    """Give every parameter below ``module`` random values on the device; norms get ones.
+
+    untrained: linear layers begin as torch begins them, uniform up to 1 / sqrt(inputs), instead of normal with ``DEVIATION``.
+    """
     for name, parameter in list(module.named_parameters()):
         if name.startswith(skip):
             continue
         kind = torch.float32 if keeps_float32(name) else dtype
         value = torch.empty(parameter.shape, device=device, dtype=kind)
-        value.fill_(1.0) if "norm" in name.rpartition(".")[0] else value.normal_(std=DEVIATION)
         owner = module.get_submodule(name.rpartition(".")[0])
+        if "norm" in name.rpartition(".")[0]:
+            value.fill_(1.0)
+        elif untrained and isinstance(owner, nn.Linear):
+            value.uniform_(-(owner.in_features**-0.5), owner.in_features**-0.5)
+        else:
+            value.normal_(std=DEVIATION)
         setattr(owner, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
 
 

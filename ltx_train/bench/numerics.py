@@ -36,27 +36,32 @@ PATHS: dict[str, tuple[EngineSettings | None, str | None]] = {
 }
 
 
-def compare(case: StepCase, device: torch.device) -> Iterator[dict[str, object]]:
-    """A record a path: relative error (of the whole vector) and cosine of outputs and of LoRA gradients."""
+WEIGHTS = ("untrained", "normal")
+"""What the blocks are filled with, see :func:`.networks.fill`: as torch begins its layers, or about as large as trained ones, where each
+layer adds more to the stream and so do its errors."""
+
+
+def compare(case: StepCase, device: torch.device, weights: str) -> Iterator[dict[str, object]]:
+    """A record a path: relative error (of the whole vector) and cosine of outputs and of LoRA gradients. weights: one of ``WEIGHTS``."""
     config = replace(case.config(), num_layers=case.layers or 3)
     torch.manual_seed(0)
     prefer_attention(case.attention, device)
     model = empty_transformer(config, audio=True)
-    fill(model, device, torch.float32)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    fill(model, device, torch.float32, untrained=weights == "untrained")
+    values = {name: p.detach() for name, p in model.named_parameters()}
     expected = run(case, config, model, adapt(model, case.rank), device, torch.float32)
     del model
     for name, (settings, quantization) in PATHS.items():
         torch._dynamo.reset()
         if settings is not None and case.tiny:
             settings = replace(settings, backend="aot_eager_decomp_partition")
-        found = of_path(case, config, weights, settings, quantization, device)
-        yield {"path": name, "blocks": config.num_layers, "size": case.size, "rank": case.rank, "loss": found[2], "loss_fp32": expected[2], **errors(expected, found)}
+        found = of_path(case, config, values, settings, quantization, device)
+        yield {"path": name, "weights": weights, "blocks": config.num_layers, "size": case.size, "rank": case.rank, "loss": found[2], "loss_fp32": expected[2], **errors(expected, found)}
 
 
-def of_path(case: StepCase, config, weights: dict[str, Tensor], settings: EngineSettings | None, quantization: str | None, device: torch.device):
+def of_path(case: StepCase, config, values: dict[str, Tensor], settings: EngineSettings | None, quantization: str | None, device: torch.device):
     model = empty_transformer(config, audio=True)
-    for name, value in weights.items():
+    for name, value in values.items():
         owner = model.get_submodule(name.rpartition(".")[0])
         kept = value.clone() if keeps_float32(name) else value.to(torch.bfloat16)
         setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(kept, requires_grad=False))

@@ -31,7 +31,8 @@ def add(verbs: argparse._SubParsersAction) -> None:
     numerics.add_argument("--size", default="512x320x25")
     numerics.add_argument("--rank", type=int, default=32)
     numerics.add_argument("--family", default="ltx2.3")
-    numerics.add_argument("--tiny", action="store_true", help="a tiny network that a CPU measures in seconds")
+    numerics.add_argument("--weights", choices=("untrained", "normal"), help="what the blocks are filled with: as torch begins its layers, or about as large as trained ones (default: one after the other)")
+    numerics.add_argument("--tiny", action="store_true", help="a tiny network, on the CPU; most of the time goes into tracing it")
     numerics.add_argument("--out", type=Path, help="append the records to this file too")
     numerics.set_defaults(run=run_numerics)
     bench_load.add(kinds, command_of, show)
@@ -82,14 +83,15 @@ def run_step(options: argparse.Namespace) -> int:
 def run_numerics(options: argparse.Namespace) -> int:
     import torch
 
-    from ..bench.numerics import compare
+    from ..bench.numerics import WEIGHTS, compare
     from ..bench.step import StepCase, line
 
     size = "128x64x9" if options.tiny and options.size == "512x320x25" else options.size
     case = StepCase(size=size, rank=options.rank, family=options.family, tiny=options.tiny)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
-    for record in compare(case, device):
-        show(line({**record, "command": command_of(options)}), options.out)
+    for weights in (options.weights,) if options.weights else WEIGHTS:
+        for record in compare(case, device, weights):
+            show(line({**record, "command": command_of(options)}), options.out)
     return 0
 
 

@@ -71,7 +71,7 @@ class DataSection(Section):
     held_out_share: float = Field(0.0, ge=0, le=0.5, description="Share of the clips kept out of training, to measure the loss on; 0: none.")
     held_out_root: str | None = Field(None, description="Another preprocessed dataset to measure the loss on, instead of a share of this one.")
     stages: list[StageSection] = Field(default_factory=list, description="Progressive resolution: small clips first, larger ones from a step on.")
-    preprocess_workers: int = Field(0, ge=0, le=64, description="Threads that decode clips ahead of the encoder; 0: one a processor core, at most 8.")
+    preprocess_workers: int = Field(0, ge=0, le=64, description="Threads that decode clips ahead of the encoder; 0: one a processor core, at most 16.")
     preprocess_batch_size: int = Field(1, ge=1, le=256, description="Clips of a bucket encoded together.")
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class DataSection(Section):
     @property
     def decoding_threads(self) -> int:
         """``preprocess_workers``, decided."""
-        return self.preprocess_workers or min(8, os.cpu_count() or 2)
+        return self.preprocess_workers or min(16, os.cpu_count() or 2)
 
     @property
     def caption_dropouts(self) -> CaptionDropout:
