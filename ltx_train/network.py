@@ -16,7 +16,6 @@ from .memory.graphs import GraphedPasses
 from .memory.limit import limit_memory
 from .memory.quantization import choose, load_quantized
 from .memory.settings import AccelerationSection
-from .memory.streaming import spread
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer
 from .runs.live import LiveRun
@@ -52,8 +51,6 @@ def load_network(
     quantizer = choose(acceleration.quantization, facts, warn)
     if quantizer is not None and quantizer.caution:
         live.warn("quantization.coarse", quantizer.caution, "It is for experiments: int4-quanto, nf4 and the 8-bit formats are within 2 %.")
-    host = torch.device("cpu")
-    on_host = _streamed_names(checkpoint, settings.streamed) if settings is not None else ()
     engines: list[BlockEngine] = []
 
     def take(model: LTXTransformer, index: int) -> None:
@@ -66,7 +63,6 @@ def load_network(
         quantizer,
         dtype=dtype,
         device=device,
-        home=(lambda name: host if name.startswith(on_host) else device) if on_host else None,
         video="video" in streams,
         audio="audio" in streams,
         keep_stored=acceleration.keep_stored_quantization,
@@ -81,15 +77,6 @@ def load_network(
     elif recompute:
         checkpoint_activations(transformer, kept=acceleration.keep_activations_of, dropout=dropout)
     return transformer
-
-
-def _streamed_names(checkpoint: Checkpoint, streamed: int) -> tuple[str, ...]:
-    """Beginnings of the names of the modules that will rest in host memory."""
-    if not streamed or checkpoint.transformer is None:
-        return ()
-    layers = checkpoint.transformer.num_layers
-    resident = spread(layers, max(0, layers - streamed))
-    return tuple(f"transformer_blocks.{i}." for i in range(layers) if i not in resident)
 
 
 def engaged(transformer: LTXTransformer, engine: BlockEngine, device: torch.device) -> BlockEngine:

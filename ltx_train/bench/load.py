@@ -103,7 +103,8 @@ def measure_load(path: str, case: StepCase, second: str, text_encoder: str | Non
     other, again = one(second, 3), min(one(second, n) for n in (4, 5))
     pinned = engine.memory.pinned
     return {
-        "load_s": round(loaded, 1), "first_step_s": first, "ready_s": round(ready, 1), "step_s": steady, "second_size": second, "new_bucket_s": round(max(0.0, other - again), 2),
+        "load_s": round(loaded, 1), "load_gb_s": round(Path(path).stat().st_size / 1e9 / loaded, 2),
+        "first_step_s": first, "ready_s": round(ready, 1), "step_s": steady, "second_size": second, "new_bucket_s": round(max(0.0, other - again), 2),
         "anonymous_gib": round(water.most / GIB, 2), "pinned_gib": round(pinned / GIB, 2), "card": card_name(device), **memory_in_use(device),
     }  # fmt: skip
 

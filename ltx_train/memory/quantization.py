@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, MissingPackage
 from ..models.linear import Linear, QuantizedWeight, linears
+from ..models.read_ahead import ReadAhead
 from ..models.transformer import LTXTransformer, keeps_float32, load_transformer, transformer_source
-from ..models.weights import WeightSource, check_weights, load_weights
+from ..models.weights import WeightSource, check_weights, place_weights
 from ..section import Section
 from .capability import Facts, capability
+from .pinned import HostMemory
 from .stores import AsStored, GroupScaled, Nf4, PackedAffine, RowScaled, pack, quanto_group
 
 if TYPE_CHECKING:
@@ -203,17 +206,15 @@ def load_quantized(
     video: bool = True,
     audio: bool = True,
     keep_stored: bool = True,
-    home: Callable[[str], torch.device | str] | None = None,
     progress: Callable[[int, int], None] | None = None,
     whole: Callable[[LTXTransformer, int], None] | None = None,
 ) -> LTXTransformer:
-    """The checkpoint's transformer with quantised weights, one plain weight in memory at a time.
+    """The checkpoint's transformer on ``device`` with quantised weights, one plain weight in memory at a time.
 
     Weights that the file holds quantised are trained on as they are (``keep_stored``), unless the quantiser is smaller.
-    quantizer None with keep_stored False is load_transformer. home: where a weight rests, by module name (streamed blocks
-    rest on the host); it is quantised on ``device`` all the same. whole: called with the model and a block's number when
-    all of that block is there, before the next one is read: who moves it away needs room for one block at a time.
-    Raises CheckpointError when the file's tensors do not fit.
+    quantizer None with keep_stored False is load_transformer. whole: called with the model and a block's number when
+    all of that block is there, before the next one is begun: who moves it away needs room for one block at a time.
+    The file is read ahead of all this (see ``models.read_ahead``), up to 1 GiB. Raises CheckpointError when its tensors do not fit.
     """
     model = load_transformer(checkpoint, dtype=dtype, device="meta", video=video, audio=audio)
     source = transformer_source(checkpoint, model)
@@ -222,31 +223,42 @@ def load_quantized(
     keys = {f"{name}.weight" for name in planned}
     for layer in planned.values():
         layer.weight = None
-    rest = source.renamed(lambda name: None if name in keys else name)
-    check_weights(model, rest)
+    plain = check_weights(model, source.renamed(lambda name: None if name in keys else name))
     kind = lambda name: torch.float32 if keeps_float32(name) else dtype  # noqa: E731
-    place = home or (lambda name: device)
+    prefixes = ["", *(f"{BLOCKS}{index}." for index in range(len(model.transformer_blocks)))]
+    small = {prefix: _inside(planned, prefix) for prefix in prefixes}
+    order = [key for prefix in prefixes for key in [*_inside(plain, prefix), *(f"{name}.weight" for name in small[prefix])]]
     done = 0
-    for prefix in ("", *(f"{BLOCKS}{index}." for index in range(len(model.transformer_blocks)))):
-        part, inside = _part(model, rest, prefix)
-        load_weights(part, inside, dtype=kind, device=place(prefix) if quantizer is None else device, ignore=() if prefix else (f"{BLOCKS}*",))
-        for name in [n for n in planned if (n.startswith(prefix) if prefix else not n.startswith(BLOCKS))]:
-            planned[name].set_quantized(_store(source, f"{name}.weight", quantizer, dtype, device, keep_stored).to(place(name)))
-            done += 1
-            if progress is not None:
-                progress(done, len(planned))
-        if prefix:
-            part.requires_grad_(False).eval()
-            if whole is not None:
-                whole(model, int(prefix.split(".")[1]))
+    with _read_ahead(source, order, device) as source:
+        for index, prefix in enumerate(prefixes, -1):
+            place_weights(model, source, _inside(plain, prefix), dtype=kind, device=device)
+            for name in small[prefix]:
+                planned[name].set_quantized(_store(source, f"{name}.weight", quantizer, dtype, device, keep_stored))
+                done += 1
+                if progress is not None:
+                    progress(done, len(planned))
+            if prefix:
+                model.get_submodule(prefix.rstrip(".")).requires_grad_(False).eval()
+                if whole is not None:
+                    whole(model, index)
     return model.requires_grad_(False).eval()
 
 
-def _part(model: LTXTransformer, source: WeightSource, prefix: str) -> tuple[nn.Module, WeightSource]:
-    """A block with its tensors under its own names, or for no prefix the model with those outside the blocks."""
-    if not prefix:
-        return model, source.renamed(lambda name: None if name.startswith(BLOCKS) else name)
-    return model.get_submodule(prefix.rstrip(".")), source.renamed(lambda name: name[len(prefix) :] if name.startswith(prefix) else None)
+@contextmanager
+def _read_ahead(source: WeightSource, names: list[str], device: torch.device | str) -> Iterator[WeightSource]:
+    """The source read ahead; for a CUDA card through page-locked memory that is given back in the end."""
+    memory = HostMemory(pin=True) if torch.device(device).type == "cuda" else None
+    try:
+        with ReadAhead(source, names, device=device, staging=None if memory is None else memory.take) as ahead:
+            yield ahead
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _inside(names: Iterable[str], prefix: str) -> list[str]:
+    """Those of a block, or for no prefix those outside the blocks."""
+    return [name for name in names if (name.startswith(prefix) if prefix else not name.startswith(BLOCKS))]
 
 
 _STORED_BITS = {"float8_e4m3fn": 8, "float8_e5m2": 8, "int8_tensorwise": 8, "mxfp8": 8, "nvfp4": 4}

@@ -81,12 +81,24 @@ class SafetensorsFile:
         if count == 0:
             return torch.empty(span.info.shape, dtype=span.info.dtype)
         raw = torch.empty(count, dtype=torch.uint8)
-        with self.path.open("rb") as file:
-            file.seek(span.begin)
-            got = file.readinto(memoryview(raw.numpy()))
-        if got != count:
-            raise CheckpointError("checkpoint.truncated", f"{self.path.name} ends inside the tensor {name}.", "The file changed on disk. " + _AGAIN)
+        self.fill(name, raw)
         return raw.view(span.info.dtype).reshape(span.info.shape)
+
+    def fill(self, name: str, buffer: Tensor, start: int = 0) -> None:
+        """Read a tensor's bytes from ``start`` on into ``buffer`` [n] of bytes on the CPU; from any thread.
+
+        Raises CheckpointError where the file ends before, or cannot be read.
+        """
+        into, at = memoryview(buffer.numpy()), 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.spans[name].begin + start)
+                while at < len(into) and (got := file.readinto(into[at:])):
+                    at += got
+        except OSError as error:
+            raise CheckpointError("checkpoint.unreadable", f"{self.path.name} cannot be read: {error.strerror or error}.", f"It happened in the tensor {name}.") from error
+        if at < len(into):
+            raise CheckpointError("checkpoint.truncated", f"{self.path.name} ends inside the tensor {name}.", "The file changed on disk. " + _AGAIN)
 
     def peek(self, name: str, count: int) -> bytes:
         """The first ``count`` bytes of a tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -108,11 +108,12 @@ class _Store:
 class WeightSource:
     """Named tensors of one component, read when asked for; quantised ones come back as numbers.
 
-    names: logical name -> stored name.
+    names: logical name -> stored name. reader: what reads a tensor by its stored name, the file itself where None.
     """
 
     store: _Store = field(repr=False)
     names: Mapping[str, str] = field(repr=False)
+    reader: Callable[[str], Tensor] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def open(cls, *paths: str | Path | SafetensorsFile) -> WeightSource:
@@ -167,7 +168,7 @@ class WeightSource:
         quant = self.quantized(name)
         if quant is not None:  # dequantise where the result is wanted: a card does it far faster
             return quant.to(device).dequantize(dtype or torch.bfloat16)
-        value = self.store.read(self._stored(name))
+        value = self._read(self._stored(name))
         floating = value.is_floating_point() and dtype is not None
         return value.to(device=device, dtype=dtype if floating else value.dtype)
 
@@ -178,10 +179,11 @@ class WeightSource:
             return None
         stored = self._stored(name)
         layer = stored.rpartition(".")[0]
-        tensors = {"weight": self.store.read(stored)}
-        for sibling in SIBLINGS:
-            if f"{layer}.{sibling}" in self.store.where and sibling != "comfy_quant":
-                tensors[_MODERN.get(sibling, sibling)] = self.store.read(f"{layer}.{sibling}")
+        weight, *siblings = self.behind(name)
+        tensors = {"weight": self._read(weight)}
+        for sibling in siblings:
+            last = sibling.rpartition(".")[2]
+            tensors[_MODERN.get(last, last)] = self._read(sibling)
         needs = {"nvfp4": ("weight_scale", "weight_scale_2"), "mxfp8": ("weight_scale",), "int8_tensorwise": ("weight_scale",)}.get(kind, ())
         absent = [n for n in needs if n not in tensors]
         if absent:
@@ -189,10 +191,22 @@ class WeightSource:
             raise CheckpointError("checkpoint.quant_format", f"{file} lacks {absent[0]} of {layer[-60:]}.", "The file is damaged: get it again, or the bf16 file.")
         return StoredQuant(kind, logical_shape(kind, tuple(tensors["weight"].shape)), tensors, layer_options(self.store.conf(stored) or {}))
 
+    def behind(self, name: str) -> list[str]:
+        """The stored tensors that getting ``name`` reads, in that order."""
+        stored = self._stored(name)
+        if self.format(name) is None:
+            return [stored]
+        layer = stored.rpartition(".")[0]
+        return [stored, *(f"{layer}.{s}" for s in SIBLINGS if s != "comfy_quant" and f"{layer}.{s}" in self.store.where)]
+
+    def read_by(self, reader: Callable[[str], Tensor]) -> WeightSource:
+        """The same tensors, read by ``reader``: stored name -> the tensor as stored, on any device."""
+        return replace(self, reader=reader)
+
     def subset(self, prefix: str, *, keep: bool = False) -> WeightSource:
         """The tensors under ``prefix``, which is taken off unless ``keep``."""
         cut = 0 if keep else len(prefix)
-        return WeightSource(self.store, {n[cut:]: s for n, s in self.names.items() if n.startswith(prefix)})
+        return replace(self, names={n[cut:]: s for n, s in self.names.items() if n.startswith(prefix)})
 
     def renamed(self, rename: Rename) -> WeightSource:
         """The same tensors under other names: a mapping (others stay), or a function (None drops the tensor)."""
@@ -202,7 +216,7 @@ class WeightSource:
             if new is not None:
                 assert new not in names, f"two tensors renamed to {new}"
                 names[new] = stored
-        return WeightSource(self.store, names)
+        return replace(self, names=names)
 
     def sampled_digest(self, block: int = 4096, samples: int = 96) -> str:
         """Hex digest of names, shapes, dtypes, and the first ``block`` bytes of ``samples`` tensors spread over the source.
@@ -219,6 +233,9 @@ class WeightSource:
             stored = self.names[matrices[index]]
             digest.update(self.store.where[stored].peek(stored, block))
         return digest.hexdigest()
+
+    def _read(self, stored: str) -> Tensor:
+        return self.store.read(stored) if self.reader is None else self.reader(stored)
 
     def _stored(self, name: str) -> str:
         stored = self.names.get(name)
@@ -249,7 +266,14 @@ def load_weights(
     """
     if rename is not None:
         source = source.renamed(rename)
-    for name in check_weights(module, source, ignore=ignore):
+    place_weights(module, source, check_weights(module, source, ignore=ignore), dtype=dtype, device=device)
+
+
+def place_weights(
+    module: nn.Module, source: WeightSource, names: Iterable[str], *, dtype: torch.dtype | Callable[[str], torch.dtype | None] | None, device: torch.device | str
+) -> None:
+    """Put the tensors ``names``, which :func:`check_weights` has told, into ``module``, one at a time; the rest as in :func:`load_weights`."""
+    for name in names:
         kind = dtype(name) if callable(dtype) else dtype
         _assign(module, name, source.get(name, dtype=kind, device=device))
 
