@@ -57,7 +57,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     data = inspect_files(options.files)
     if options.json:
         print(json.dumps(data, default=str, ensure_ascii=False))  # noqa: T201 - for machines
-        return 0
+        return 2 if data["faults"] else 0
     screen = console()
     screen.print(f"{data['title']} ({data['family']}), version {data['version'] or 'not stated'}{', distilled' if data['distilled'] else ''}")
     table = Table("component", "kind", "file", "parameters", "formats")
@@ -67,7 +67,9 @@ def run_inspect(options: argparse.Namespace) -> int:
     screen.print(table, soft_wrap=False)
     for name, supplier in data["missing"].items():
         screen.print(f"missing: {name.replace('_', ' ')} - {supplier}", style="yellow")
-    return 0
+    for fault in data["faults"]:
+        screen.print(fault, style="red")
+    return 2 if data["faults"] else 0
 
 
 def run_tiny(options: argparse.Namespace) -> int:

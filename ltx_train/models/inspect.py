@@ -6,10 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
+from .blank import blank
 from .checkpoint import Checkpoint, Component
 from .checkpoint_parts import find_parts, open_files
 from .safetensors_file import checked_path
 from .text_files import text_encoder_folder
+from .transformer import LTXTransformer, transformer_source
+from .weights import check_weights
 
 
 def inspect_files(
@@ -19,7 +23,8 @@ def inspect_files(
 
     Keys: family, title, version, distilled, fingerprint, components {name: {kind, files, tensors, parameters, dtypes,
     quantisation, fingerprint}}, missing {name: file that supplies it}, quantisation {format: weights}, video_factors
-    [time, height, width], audio_steps_per_second, transformer {layers, heads, width, audio_width...}, tokenizer, files.
+    [time, height, width], audio_steps_per_second, transformer {layers, heads, width, audio_width...}, tokenizer, files, faults
+    [what loading would refuse, in words: transformer tensors missing, left over or of another shape].
     Raises CheckpointError as :meth:`Checkpoint.open`.
     """
     models, encoders = [], []
@@ -64,10 +69,24 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "audio_steps_per_second": checkpoint.audio_grid.steps_per_second if checkpoint.family.audio else None,
         "tokenizer": str(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None,
         "files": [str(p) for p in checkpoint.files],
+        "faults": _faults(checkpoint),
     }
     if config is not None:
         report["transformer"] = {"layers": config.num_layers, "heads": config.num_attention_heads, "width": config.dim, "audio_width": config.audio_dim}
     return report
+
+
+def _faults(checkpoint: Checkpoint) -> list[str]:
+    """What the strict load of the transformer would refuse; nothing is read but headers."""
+    if checkpoint.transformer is None:
+        return []
+    with blank():
+        model = LTXTransformer(checkpoint.transformer)
+    try:
+        check_weights(model, transformer_source(checkpoint, model))
+    except CheckpointError as error:
+        return [f"{error.message}\n{error.hint}"]
+    return []
 
 
 def _component(checkpoint: Checkpoint, component: Component) -> dict[str, Any]:

@@ -407,7 +407,8 @@ def test_a_quantised_repack_fills_the_transformer(kind, tmp_path):
     save_file(tensors, tmp_path / "q.safetensors", said)
     checkpoint = Checkpoint.open(tmp_path / "q.safetensors")
     assert checkpoint.transformer == Checkpoint.open(V23).transformer
-    assert inspect_files([tmp_path / "q.safetensors"])["quantisation"] == {kind: len(expected)}
+    report = inspect_files([tmp_path / "q.safetensors"])
+    assert report["quantisation"] == {kind: len(expected)} and report["faults"] == []
     model = load_transformer(checkpoint, dtype=torch.float32, device="cpu")
     assert len(expected) == 18 and all(torch.equal(model.get_submodule(n).weight, v) for n, v in expected.items())
 
@@ -423,7 +424,18 @@ def test_inspect_report(tmp_path):
     assert report["components"]["vocoder"]["kind"] == "bwe" and report["quantisation"] == {}
     assert report["video_factors"] == [8, 32, 32] and report["audio_steps_per_second"] == 25
     assert report["fingerprint"] == report["components"]["transformer"]["fingerprint"]
-    assert json.loads(json.dumps(report)) == report
+    assert json.loads(json.dumps(report)) == report and report["faults"] == []
+
+
+def test_inspect_tells_what_loading_would_refuse(tmp_path):
+    tensors = load_file(V23)
+    del tensors["model.diffusion_model.transformer_blocks.1.attn1.to_q.weight"]
+    tensors["model.diffusion_model.proj_out.bias"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "cut.safetensors", SafetensorsFile.open(V23).metadata)
+    (fault,) = inspect_files([tmp_path / "cut.safetensors"])["faults"]
+    assert "1 missing, 1 of another shape" in fault and "transformer_blocks.1.attn1.to_q.weight" in fault and "proj_out.bias" in fault
+    with pytest.raises(CheckpointError, match="1 missing, 1 of another shape"):
+        load_transformer(Checkpoint.open(tmp_path / "cut.safetensors"), dtype=torch.float32, device="cpu")
 
 
 def test_inspect_finds_the_encoder_among_the_files(tmp_path):
