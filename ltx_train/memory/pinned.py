@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,27 +31,35 @@ class HostMemory:
     def __init__(self, *, pin: bool, limit: int | None = None) -> None:
         self.pin, self.limit = pin, limit
         self.pinned = self.size = 0
+        self._guard = threading.Lock()
         self._taken: list[Tensor] = []
         self._free: dict[int, list[Tensor]] = {}
         self._registered: list[tuple[int, Tensor]] = []
         self._finalizer = weakref.finalize(self, _unregister, self._registered)
 
     def take(self, size: int) -> Tensor:
-        """A buffer [size] of bytes."""
-        if self._free.get(size):
-            self._taken.append(self._free[size].pop())
-            return self._taken[-1]
+        """A buffer [size] of bytes; from any thread whose current device is the one that copies."""
+        with self._guard:
+            free = self._free.get(size)
+            if free:
+                self._taken.append(free.pop())
+                return self._taken[-1]
+            self.size += size
+            lock = self.pin and bool(size) and (self.limit is None or self.pinned + size <= self.limit)
+            self.pinned += size if lock else 0
         buffer = _pages(size)
-        self.size += size
-        if self.pin and size and (self.limit is None or self.pinned + size <= self.limit):
+        if lock:
             touch(buffer)
-            if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
-                self._registered.append((buffer.data_ptr(), buffer))
-                self.pinned += size
-            else:
-                self.pin = False
-                _forget_error()
-        self._taken.append(buffer)
+            done = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)) == 0
+            with self._guard:
+                if done:
+                    self._registered.append((buffer.data_ptr(), buffer))
+                else:
+                    self.pinned -= size
+                    self.pin = False
+                    _forget_error()
+        with self._guard:
+            self._taken.append(buffer)
         return buffer
 
     def reuse(self) -> None:

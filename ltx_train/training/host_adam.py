@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,8 @@ from .flat_adam import one_tensor
 
 CHUNK = 1 << 25
 """Numbers that are on the card at once, of each running mean; two chunks are in flight."""
+TAKERS = 3
+"""Buffers that are taken at a time."""
 _MEANS = ("exp_avg", "exp_avg_sq")
 
 
@@ -36,8 +40,8 @@ class _Chunk:
 class HostAdamW(torch.optim.Optimizer):
     """torch's fused AdamW with its state on the host: 8 bytes a parameter less on the card.
 
-    take: gives host buffers of so many bytes (page-locked for speed). Upload, update and download of neighbouring chunks
-    overlap on a CUDA device. Where parameters and gradients are views of one flat tensor each (memory/working.py), a chunk
+    take: gives host buffers of so many bytes (page-locked for speed); several threads call it. Upload, update and download
+    of neighbouring chunks overlap on a CUDA device. Where parameters and gradients are views of one flat tensor each (memory/working.py), a chunk
     is one kernel. Like all fused kernels it stays where it is after bad numbers: see ``optim.step_unless``.
     """
 
@@ -131,20 +135,31 @@ class HostAdamW(torch.optim.Optimizer):
     def _lay_out(self, order: list[int], progress: Callable[[int, int], None] | None = None) -> None:
         """Host buffers, and two chunks' room on the card, in this order of the parameters."""
         sizes = [self.parameters[index].numel() for index in order]
+        parts = _chunks(sizes)
         self.chunks, first = [], 0
-        for part in _chunks(sizes):
-            size = sum(sizes[n] for n in part)
-            means = tuple(self.take(4 * size) for _ in _MEANS)
-            clear(means)
-            self.chunks.append(_Chunk(tuple(self.parameters[order[n]] for n in part), tuple(mean.view(torch.float32) for mean in means), first))
-            first += size
-            if progress is not None:
-                progress(4 * len(_MEANS) * first, 4 * len(_MEANS) * sum(sizes))
+        with ThreadPoolExecutor(TAKERS, "means") as pool:  # pages are found for one buffer while those of another are locked
+            taken = [[pool.submit(self._take, 4 * sum(sizes[n] for n in part)) for _ in _MEANS] for part in parts]
+            try:
+                for part, futures in zip(parts, taken):
+                    means = tuple(future.result() for future in futures)
+                    clear(means)
+                    self.chunks.append(_Chunk(tuple(self.parameters[order[n]] for n in part), tuple(mean.view(torch.float32) for mean in means), first))
+                    first += self.chunks[-1].size
+                    if progress is not None:
+                        progress(4 * len(_MEANS) * first, 4 * len(_MEANS) * sum(sizes))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # not the rest of what there is no memory for
+                raise
         self._order = order
         self._views = {(p, name): view for chunk in self.chunks for name, mean in zip(_MEANS, chunk.means) for p, view in zip(chunk.parameters, chunk.views(mean))}
         if self.streams:
             largest = max(chunk.size for chunk in self.chunks)
             self.buffers = [[torch.empty(largest, device=self.device) for _ in _MEANS] for _ in range(min(2, len(self.chunks)))]
+
+    def _take(self, size: int) -> Tensor:
+        """A host buffer, from a thread: each has a current device of its own, the first card if nobody says so."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return self.take(size)
 
     def _take_over(self) -> None:
         """Zeros at the start; what a snapshot restored, or lay in another order, goes into our own buffers."""

@@ -2,17 +2,23 @@
 
 import json
 import math
+import os
+import signal
+import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from ltx_train.__main__ import main
 from ltx_train.bench import full_model
 from ltx_train.bench.full_model import write_clips, write_full
 from ltx_train.bench.step import StepCase
-from ltx_train.bench.train import TrainCase, around
+from ltx_train.bench.train import TrainCase, around, followed, run_train, standing, terminated_as_interrupt
+from ltx_train.errors import ConfigError
 from ltx_train.models.checkpoint import Checkpoint
 from ltx_train.models.families import FAMILIES
-from ltx_train.runs.events import StepEvent
+from ltx_train.runs.events import PhaseEvent, ProgressEvent, StepEvent, WarningEvent
 from ltx_train.tensorfile import DTYPE_NAMES, writing_order
 
 
@@ -67,3 +73,65 @@ def test_the_setting_becomes_the_config(tmp_path):
     published = FAMILIES["ltx2.3"].config["transformer"]
     clips = write_clips(tmp_path, "64x64x9", video_width=published["cross_attention_dim"], audio_width=published["audio_cross_attention_dim"], count=1)
     assert sorted(p.parent.name for p in clips.rglob("*.pt")) == ["audio_latents", "conditions", "latents"]
+
+
+def way(began: float) -> list:
+    """Events of a run that is at its second step."""
+    said = [
+        PhaseEvent(phase="load the model", state="start"), *(ProgressEvent(phase="load the model", done=n, total=3, unit="weights") for n in (1, 2, 3)),
+        PhaseEvent(phase="load the model", state="end", seconds=6.04), PhaseEvent(phase="train", state="start"), WarningEvent(code="x", message="odd"),
+        StepEvent(step=1, total=9, loss=1.0, seconds=2.0), StepEvent(step=2, total=9, loss=1.0, seconds=1.0),
+    ]  # fmt: skip
+    return [event.model_copy(update={"t": began + n}) for n, event in enumerate(said)]
+
+
+def test_a_run_tells_its_way():
+    lines, killed = [], []
+    child = SimpleNamespace(follow=lambda: iter(way(100.0)), wait=lambda: "over", kill=lambda: killed.append(True))
+    assert followed(child, 100.0, lines.append, None) == "over" and not killed
+    assert [{k: v for k, v in line.items() if k not in ("bench", "at_s")} for line in lines] == [
+        {"phase": "load the model"}, {"phase": "load the model", "done": 1, "of": 3, "unit": "weights"}, {"phase": "load the model", "done": 3, "of": 3, "unit": "weights"},
+        {"phase": "load the model", "seconds": 6.0}, {"phase": "train"}, {"event": "warning", "message": "odd"}, {"step": 1, "seconds": 2.0}, {"step": 2, "seconds": 1.0},
+    ]  # fmt: skip
+    assert lines[-1]["at_s"] == 8.0
+    lines.clear()
+    assert followed(child, 100.0, lines.append, 1) is None and killed and lines[-1]["step"] == 1
+
+
+def test_where_a_run_stands():
+    now = time.time()
+    found = standing(way(now - 20.0), now - 20.0)
+    assert found["stands_in"] == {"train": pytest.approx(15.0, abs=0.5)} and found["after_s"] == pytest.approx(20.0, abs=0.5)
+    assert found["last"][-1] == {"step": 2, "seconds": 1.0, "at_s": 8.0} and len(found["last"]) == 4
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without asking it")
+def test_a_time_limit_interrupts_once():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), terminated_as_interrupt():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # what ends the child is not cut short
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_interrupted_run_is_told_as_far_as_it_got(tmp_path, monkeypatch):
+    from ltx_train.bench import train
+
+    killed = []
+
+    def cut(child, *words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "launch_job", lambda opened, **options: SimpleNamespace(kill=lambda: killed.append(True)))
+    monkeypatch.setattr(train, "followed", cut)
+    case = TrainCase(StepCase(size="64x64x9", rank=4, tiny=True, compile=False), steps=2, processes=2)
+    (record,) = run_train(case, folder=tmp_path, step_too=True, command="x")
+    assert killed and record["error"] == "interrupted" and record["stands_in"] == {} and record["last"] == []
+
+
+def test_a_run_without_a_result_has_nothing_to_resume():
+    with pytest.raises(ConfigError):
+        next(run_train(TrainCase(StepCase(), resumed=1, result=False), folder=None, step_too=False, command="x"))

@@ -1,5 +1,7 @@
 """AdamW with its state on the host: torch's own numbers, in any chunks, and a snapshot's state taken over."""
 
+import time
+
 import pytest
 import torch
 
@@ -107,3 +109,42 @@ def test_only_adamw_rests_on_the_host():
 
 def test_chunks():
     assert _chunks([4, 4, 4, 9, 1], 8) == [[0, 1], [2], [3], [4]]
+
+
+def test_the_means_are_there_before_the_first_gradient(monkeypatch):
+    monkeypatch.setattr(host_adam, "_chunks", lambda sizes: _chunks(sizes, 8))
+    taken, told = [], []
+
+    def take(size: int) -> torch.Tensor:
+        taken.append(size)
+        return torch.full((size,), 255, dtype=torch.uint8)  # what was there before
+
+    a, b = pair()
+    early, late = HostAdamW(a, 1e-2, (0.9, 0.99), 1e-8, 0.1, take=take), HostAdamW(b, 1e-2, (0.9, 0.99), 1e-8, 0.1)
+    early.prepare(lambda done, total: told.append((done, total)))
+    assert len(taken) == 6 and sum(taken) == 8 * 23 and told == [(96, 184), (152, 184), (184, 184)]
+    assert all(not mean.any() for chunk in early.chunks for mean in chunk.means)
+    for _ in range(2):
+        step(early, late)
+    assert len(taken) == 6
+    for x, y in zip(a, b):
+        assert torch.equal(x, y)
+    _, other, _ = flat_pair()
+    waits = HostAdamW(other, 1e-2, (0.9, 0.99), 1e-8, 0.1)
+    waits.prepare()
+    assert not waits.chunks, "their order is known from the gradients"
+
+
+def test_no_more_memory_is_taken_once_there_is_none(monkeypatch):
+    monkeypatch.setattr(host_adam, "_chunks", lambda sizes: [[n] for n in range(len(sizes))])
+    asked = []
+
+    def take(size: int) -> torch.Tensor:
+        asked.append(size)
+        time.sleep(0.01)
+        raise MemoryError
+
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(40)]
+    with pytest.raises(MemoryError):
+        HostAdamW(parameters, 1e-2, (0.9, 0.99), 1e-8, 0.1, take=take).prepare()
+    assert len(asked) < 40
