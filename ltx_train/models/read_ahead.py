@@ -67,7 +67,8 @@ class ReadAhead:
         if staging is not None:
             count = min(AHEAD // PIECE, len(self._parts))
             self._pieces.extend((piece, None) for piece in staging(count * PIECE).split(PIECE))
-        self._threads = ThreadPoolExecutor(min(THREADS, _cores()), thread_name_prefix="reads ahead")
+        card = None if self.device.type != "cuda" else torch.cuda.current_device() if self.device.index is None else self.device.index
+        self._threads = ThreadPoolExecutor(min(THREADS, _cores()), "reads ahead", _begin, (card,))
 
     def __enter__(self) -> WeightSource:
         return self.source.read_by(self.read)
@@ -139,6 +140,12 @@ class ReadAhead:
 def _parts_of(file: SafetensorsFile, name: str) -> list[_Part]:
     size = file.spans[name].end - file.spans[name].begin
     return [_Part(file, name, start, min(PIECE, size - start)) for start in range(0, size, PIECE)] if size > SMALL else []
+
+
+def _begin(card: int | None) -> None:
+    """The first thing in each thread: to wait for a copy must not wake another card, where it would take memory."""
+    if card is not None:
+        torch.cuda.set_device(card)
 
 
 def _read(part: _Part, buffer: Tensor, sent: torch.cuda.Event | None) -> None:
