@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,16 +117,17 @@ def _child(queue, environment: dict[str, str], arguments: tuple) -> None:
         queue.put({"error": f"{type(error).__name__}: {error}"[:600]})
 
 
-def run_load(case: StepCase, *, second: str, file: Path | None, command: str, apart: bool = True) -> Iterator[dict[str, object]]:
-    """Two records, with a cold and with a warm compile cache, each from a fresh process (apart=False: this one)."""
+def run_load(cases: Sequence[StepCase], *, second: str, file: Path | None, command: str, apart: bool = True) -> Iterator[dict[str, object]]:
+    """Records of loading, each from a fresh process (apart=False: this one): the first case with a cold and with a warm compile
+    cache, the others, of the same family, with the warm one."""
     with TemporaryDirectory(prefix="ltx_train_load_") as folder:
-        place = Path(folder)
-        if case.tiny:
-            path = write_tiny(place, case.family)["model"]
+        place, first = Path(folder), cases[0]
+        if first.tiny:
+            path = write_tiny(place, first.family)["model"]
         else:
-            path = write_random(file or place / f"{case.family}.safetensors", case.family, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        about = {"bench": "load", "size": case.size, "rank": case.rank, "family": case.family, "setting": case.setting, "file_gib": round(path.stat().st_size / GIB, 2)}
-        for cache in ("cold", "warm"):
+            path = write_random(file or place / f"{first.family}.safetensors", first.family, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        for cache, case in (("cold", first), *(("warm", case) for case in cases)):
+            about = {"bench": "load", "size": case.size, "rank": case.rank, "family": case.family, "setting": case.setting, "file_gib": round(path.stat().st_size / GIB, 2)}
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(place / "compiled"), "TRITON_CACHE_DIR": str(place / "compiled" / "triton")}
             arguments = (str(path), case, second)
             found = _apart(environment, arguments) if apart else measure_load(*arguments)

@@ -9,7 +9,10 @@ from pathlib import Path
 def add(kinds: argparse._SubParsersAction, command_of, show) -> None:
     """Register them below ``bench``; command_of, show: how the command line is told and a record shown."""
     load = kinds.add_parser("load", help="host memory while a model of full size is loaded, seconds to the first step with a cold and a warm compile cache")
-    load.add_argument("--case", default="quantization=int8,resident=0", metavar="KEY=VALUE,...", help="the setting, as for bench step; link=25 holds uploads back to so many GB/s")
+    load.add_argument(
+        "--case", action="append", metavar="KEY=VALUE,...",
+        help="the setting, as for bench step (default quantization=int8,resident=0); link=25 holds uploads back to so many GB/s; given again: another one, with the compile cache of the first",
+    )  # fmt: skip
     load.add_argument("--second", default="512x512x25", help="another size, to see what a new bucket costs")
     load.add_argument("--file", type=Path, help="where the random model is written, and kept; found there it is used again")
     load.set_defaults(run=run_load)
@@ -31,9 +34,9 @@ def run_load(options: argparse.Namespace) -> int:
     from ..bench.step import StepCase
 
     base = tiny_case() if options.tiny else StepCase(size=options.size)
-    case = StepCase.parse(options.case, StepCase.parse(f"family={options.family}", base))
+    cases = [StepCase.parse(case, StepCase.parse(f"family={options.family}", base)) for case in options.case or ["quantization=int8,resident=0"]]
     second = "64x96x9" if options.tiny else options.second
-    return told(run(case, second=second, file=options.file, command=options.command_of(options)), options)
+    return told(run(cases, second=second, file=options.file, command=options.command_of(options)), options)
 
 
 def run_sample(options: argparse.Namespace) -> int:

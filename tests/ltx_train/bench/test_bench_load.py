@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def test_loading_is_watched_and_the_first_steps_are_timed():
     case = replace(tiny_case(), quantization="int8", resident=0, link=5.0)
-    records = run_load(case, second="64x96x9", file=None, command="bench load", apart=False)
+    records = run_load([case], second="64x96x9", file=None, command="bench load", apart=False)
     record = next(records)  # the warm one is the same again
     records.close()
     assert record["compile_cache"] == "cold" and record["file_gib"] > 0
