@@ -111,8 +111,7 @@ def choices(work: Work, machine: Machine, section: AccelerationSection, share_on
     budgets = (section.activation_budget,) if section.activation_budget != "auto" else BUDGETS
     compiled = machine.compiled and section.compile != "off"
     graphs = machine.sm is not None and section.cuda_graphs != "off"
-    most = work.accumulation if section.cuda_graphs != "on" else 1
-    groups = (section.accumulate_together,) if section.accumulate_together != "auto" else tuple(sorted({n for n in (1, 2, 4, 8) if n <= most}))
+    groups = (section.accumulate_together,) if section.accumulate_together != "auto" else tuple(sorted({n for n in (1, 2, 4, 8) if n <= work.accumulation}))
     both = lambda choice: (False, True) if choice == "auto" else (choice == "on",)  # noqa: E731
     for quantization in (section.quantization,):
         for count in streamed:
@@ -145,12 +144,14 @@ def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Pla
         raise too_large(work, machine, section, rated)
     quickest = min(c.seconds for _, c in fitting)
     fit, best = min(((f, c) for f, c in fitting if c.seconds <= quickest * 1.01), key=lambda item: (item[1].host, item[1].device))
+    # where the largest passes are too long to be recorded, a plan of several together has no memory for recordings of shorter ones
+    graphs = fit.graphs and not fit.on_disk and (section.cuda_graphs == "on" or fit.together == 1 or fit.recorded(work))
     settled = section.model_copy(
         update={
             "stream_blocks": fit.streamed, "activation_budget": fit.budget, "offload_activations": "on" if fit.offload else "off",
             "optimizer_in_ram": "on" if fit.optimizer_in_ram else "off", "activation_checkpointing": "on",
             "accumulate_together": fit.together, "blocks_on_disk": fit.on_disk,
-            **({} if fit.graphs and fit.together == 1 and not fit.on_disk else {"cuda_graphs": "off"}),
+            **({} if graphs else {"cuda_graphs": "off"}),
         }
     )  # fmt: skip
     return Plan(fit, best, settled, in_words(work, machine, fit, best, rated), work.config.num_layers)

@@ -52,7 +52,7 @@ ROWS: tuple[Row, ...] = (
     Row("int8, cap 16", f"{MIDDLE},quantization=int8,resident=16,cap=16", 0.53, 15),
     Row("int8, all streamed, optimizer on the host, cap 8", f"{MIDDLE},{STREAMED},optimizer=host,cap=8", 0.76, 7.2),
     Row("int8, cap 16", f"{SMALL},quantization=int8,resident=18,cap=16", 0.40, 15),
-    Row("int8, 4 micro-batches together, cap 12, per sample", f"{SMALL},{STREAMED},together=4,graph=0,cap=12", 0.28, 11),
+    Row("int8, 4 micro-batches together, cap 12, per sample", f"{SMALL},{STREAMED},together=4,cap=12", 0.28, 11),
     Row("LTX-Video 13B, int8, cap 12", "family=ltxv-13b,size=768x512x97,rank=32,quantization=int8,resident=0,cap=12", None, 12),
 )
 

@@ -27,7 +27,7 @@ KEPT_TEXT_UNITS = 12.0
 SPARED = ((0.0, 0.0), (0.1, 0.24), (0.2, 0.44), (0.3, 0.64), (0.4, 0.84), (0.5, 1.0), (0.6, 1.0))
 """Activation budget -> share of the recomputed matrix products that is spared."""
 FLOAT8_GAIN = 1.38
-LAUNCHING = {True: 0.0125, False: 0.03}
+LAUNCHING = {True: 0.0115, False: 0.03}
 """Seconds that a host takes to launch a block's forward and backward pass, compiled or not: what small clips wait for, unless passes are recorded."""
 SIDE_STREAM = 0.9 * GIB
 """What the allocator cannot use beside block inputs that come and go on a stream of their own."""
@@ -70,9 +70,9 @@ class Fit:
     graphs: bool = False
 
     def recorded(self, work: Work) -> bool:
-        """Whether the passes of this work are recorded as CUDA graphs (see ``memory/graphs.py``)."""
+        """Whether the passes of this work, alone or together, are recorded as CUDA graphs (see ``memory/graphs.py``)."""
         tokens = work.batch * max(work.video_tokens, work.audio_tokens if work.audio else 0)
-        return self.graphs and self.compiled and not self.offload and self.together == 1 and not self.on_disk and tokens <= MOST_TOKENS
+        return self.graphs and self.compiled and not self.offload and not self.on_disk and tokens <= MOST_TOKENS
 
     def words(self, layers: int) -> str:
         """In words for people."""
@@ -177,7 +177,9 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
     device += 10.0 * work.lora + (min(OPTIMIZER_CHUNKS, 8.0 * work.lora) if fit.optimizer_in_ram else 8.0 * work.lora)
     text = 2.0 * work.batch * work.text_tokens * (c.dim + (c.audio_dim if work.audio else 0))
     device += unit * (fit.together * (3 if fit.offload else layers * kept) + WORKING_SET[fit.compiled]) + fit.together * layers * KEPT_TEXT_UNITS * fit.budget * text
-    device += (RECORDING if fit.recorded(work) else 0.0) + (SIDE_STREAM if fit.offload else 0.0) + GIB / 4 * (fit.together - 1)
+    device += (SIDE_STREAM if fit.offload else 0.0) + GIB / 4 * (fit.together - 1)
+    if fit.recorded(work):  # a recording writes its gradients over those before, which stand aside meanwhile
+        device += RECORDING + (4.0 * work.lora if work.accumulation > fit.together else 0.0)
     host = 4 * GIB + (fit.streamed - fit.on_disk + min(DISK_BUFFERS, fit.on_disk)) * block + (fit.together * layers * unit if fit.offload else 0.0) + (8.0 * work.lora if fit.optimizer_in_ram else 0.0)
 
     forward, backward, products = flops(work)

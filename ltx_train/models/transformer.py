@@ -118,7 +118,7 @@ class LTXTransformer(nn.Module):
         assert video or audio, "no stream asked for"
         self.config, self.has_video, self.has_audio = config, video, audio
         self.block_runner: BlockRunner = run_block
-        self.pass_runner: Callable[..., BlockOutput] | None = None
+        self.pass_runner: Callable[[Sequence[PassInputs]], list[BlockOutput]] | None = None
         c = config
         if video:
             self._add_stream("", c.dim, c.in_channels, c.out_channels)
@@ -161,19 +161,18 @@ class LTXTransformer(nn.Module):
 
     def forward(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None = None) -> BlockOutput:
         """Velocities [B, T, C] in the transformer's dtype; None for a stream that is left out."""
-        run = self.compute if self.pass_runner is None else self.pass_runner
-        return run(video, audio, perturbations)
+        return self.passes([(video, audio, perturbations)])[0]
 
-    def compute(self, video: Modality | None, audio: Modality | None, perturbations: Perturbations | None = None) -> BlockOutput:
-        """The pass itself; ``pass_runner``, where set, decides how it is carried out (as a recorded CUDA graph)."""
-        return self.compute_together([(video, audio, perturbations)])[0]
-
-    def compute_together(self, inputs: Sequence[PassInputs]) -> list[BlockOutput]:
+    def passes(self, inputs: Sequence[PassInputs]) -> list[BlockOutput]:
         """Several passes, all of them through a block before the next block: a weight that is uploaded or expanded serves all.
 
         Gradients are those of the passes one by one. Backward goes through the blocks in the same way, if it is run once
-        for all: autograd takes what was computed last first.
+        for all. ``pass_runner``, where set, decides how the passes are carried out (as a recorded CUDA graph).
         """
+        return self.compute_together(inputs) if self.pass_runner is None else self.pass_runner(inputs)
+
+    def compute_together(self, inputs: Sequence[PassInputs]) -> list[BlockOutput]:
+        """The passes themselves. Backward takes what was computed last first, so all passes of a block before the next block."""
         expect = getattr(self.block_runner, "expect", None)
         if expect is not None:
             expect(len(inputs))

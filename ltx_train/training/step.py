@@ -123,7 +123,7 @@ class TrainStep:
     def together(self, batches: Sequence[Batch], *, seed: int, step: int, slots: Sequence[Sequence[int]]) -> list[StepOutput]:
         """The same of several micro-batches that go through each block together; backward must be run once for all of them."""
         made = [self._prepare(batch, seed, step, own, None) for batch, own in zip(batches, slots)]
-        return [self._output(one, velocity) for one, velocity in zip(made, self.transformer.compute_together([one.inputs for one in made]))]
+        return [self._output(one, velocity) for one, velocity in zip(made, self.transformer.passes([one.inputs for one in made]))]
 
     def _prepare(self, batch: Batch, seed: int, step: int, slot: int | Sequence[int], sigma: float | Mapping[str, float] | None) -> _Prepared:
         states = self._states(batch, seed, step, slots := _slots(slot, len(batch.weight)))

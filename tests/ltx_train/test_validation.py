@@ -366,8 +366,8 @@ class Passes:
     def __init__(self, transformer, forgotten):
         self.transformer, self.forgotten = transformer, forgotten
 
-    def __call__(self, *inputs):
-        return self.transformer.compute(*inputs)
+    def __call__(self, inputs):
+        return self.transformer.compute_together(inputs)
 
     def forget(self):
         self.forgotten.append(True)
