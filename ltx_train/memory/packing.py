@@ -121,10 +121,10 @@ class Packing:
 
     @torch.no_grad()
     def take(self, block: TransformerBlock, buffer: Tensor, device: torch.device) -> None:
-        """Move a block's weights into ``buffer`` [rest_bytes] and point its layers there; they compute on ``device``."""
-        if self.whole is not None:
-            for piece in self.whole:
-                piece.view(buffer).zero_()
+        """Move a block's weights into ``buffer`` [rest_bytes] and point its layers there; they compute on ``device``.
+
+        What lies between the tensors stays as it is: it is expanded too, and read by nobody.
+        """
         for group in self.groups:
             for member in group.members:
                 layer = block.get_submodule(member.name)
