@@ -41,8 +41,11 @@ WEIGHTS = ("untrained", "normal")
 layer adds more to the stream and so do its errors."""
 
 
-def compare(case: StepCase, device: torch.device, weights: str) -> Iterator[dict[str, object]]:
-    """A record a path: relative error (of the whole vector) and cosine of outputs and of LoRA gradients. weights: one of ``WEIGHTS``."""
+def compare(case: StepCase, device: torch.device, weights: str, only: str = "") -> Iterator[dict[str, object]]:
+    """A record a path: relative error (of the whole vector) and cosine of outputs and of LoRA gradients.
+
+    weights: one of ``WEIGHTS``. only: the paths with these letters in their names.
+    """
     config = replace(case.config(), num_layers=case.layers or 3)
     torch.manual_seed(0)
     prefer_attention(case.attention, device)
@@ -52,6 +55,8 @@ def compare(case: StepCase, device: torch.device, weights: str) -> Iterator[dict
     expected = run(case, config, model, adapt(model, case.rank), device, torch.float32)
     del model
     for name, (settings, quantization) in PATHS.items():
+        if only not in name:
+            continue
         torch._dynamo.reset()
         if settings is not None and case.tiny:
             settings = replace(settings, backend="aot_eager_decomp_partition")

@@ -32,6 +32,7 @@ def add(verbs: argparse._SubParsersAction) -> None:
     numerics.add_argument("--rank", type=int, default=32)
     numerics.add_argument("--family", default="ltx2.3")
     numerics.add_argument("--weights", choices=("untrained", "normal"), help="what the blocks are filled with: as torch begins its layers, or about as large as trained ones (default: one after the other)")
+    numerics.add_argument("--only", default="", metavar="LETTERS", help="the paths with these letters in their names, such as fp8")
     numerics.add_argument("--tiny", action="store_true", help="a tiny network, on the CPU; most of the time goes into tracing it")
     numerics.add_argument("--out", type=Path, help="append the records to this file too")
     numerics.set_defaults(run=run_numerics)
@@ -90,7 +91,7 @@ def run_numerics(options: argparse.Namespace) -> int:
     case = StepCase(size=size, rank=options.rank, family=options.family, tiny=options.tiny)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
     for weights in (options.weights,) if options.weights else WEIGHTS:
-        for record in compare(case, device, weights):
+        for record in compare(case, device, weights, options.only):
             show(line({**record, "command": command_of(options)}), options.out)
     return 0
 
