@@ -198,7 +198,11 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     found = timed(case, config, device, dtype, step, optimizer, lambda: update(Adapter(adapters.parameters()), optimizer), lambda: None)
     engine, recorded = model.block_runner, len(model.pass_runner.recordings) if model.pass_runner is not None else 0
     model.block_runner = model.pass_runner = None
-    return {**found, "graphs": recorded, "notes": notes or None, "setup_s": round(ready, 1), "uploaded_gb": round(engine.store.uploaded / 1e9 / (case.steps + case.warmup), 2), "pinned_gib": round(memory.pinned / GIB, 2)}
+    kept = memory.idle / GIB  # of cases before
+    return {
+        **found, "host_gib": round(found["host_gib"] - kept, 2), "pinned_gib": round(memory.pinned / GIB - kept, 2), "graphs": recorded, "notes": notes or None,
+        "setup_s": round(ready, 1), "uploaded_gb": round(engine.store.uploaded / 1e9 / (case.steps + case.warmup), 2),
+    }  # fmt: skip
 
 
 def measure_plain(case: StepCase, device: torch.device) -> dict[str, object]:

@@ -68,6 +68,11 @@ class HostMemory:
             self._free.setdefault(buffer.numel(), []).append(buffer)
         self._taken.clear()
 
+    @property
+    def idle(self) -> int:
+        """Bytes that wait to be handed out again."""
+        return sum(size * len(buffers) for size, buffers in self._free.items())
+
     def close(self) -> None:
         """Unlock the pages; the memory goes back when its last user does."""
         self._taken.clear()

@@ -85,3 +85,13 @@ def test_tensors_pass_through_one_buffer():
     for value in (torch.randn(3, 4), torch.randn(2, 2).to(torch.bfloat16), torch.randn(()), torch.randn(0, 3)):
         assert torch.equal(through(value), value)
     assert memory.size == 48
+
+
+def test_what_is_handed_out_again_is_not_idle():
+    memory = HostMemory(pin=False)
+    first = memory.take(100)
+    memory.take(50)
+    assert memory.idle == 0
+    memory.reuse()
+    assert memory.idle == 150
+    assert memory.take(100) is first and memory.idle == 50 and memory.size == 150
