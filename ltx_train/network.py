@@ -66,7 +66,7 @@ def load_network(
         video="video" in streams,
         audio="audio" in streams,
         keep_stored=acceleration.keep_stored_quantization,
-        progress=lambda done, total: live.progress("load the model", done, total, unit="weights"),
+        progress=lambda done, total: live.progress("load the model", done, total, unit="tensors"),
         whole=None if settings is None else take,  # each block goes where it rests before the next one is read
     )
     prefer_attention(acceleration.attention, device)

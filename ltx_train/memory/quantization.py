@@ -214,6 +214,7 @@ def load_quantized(
     Weights that the file holds quantised are trained on as they are (``keep_stored``), unless the quantiser is smaller.
     quantizer None with keep_stored False is load_transformer. whole: called with the model and a block's number when
     all of that block is there, before the next one is begun: who moves it away needs room for one block at a time.
+    progress: told how many of how many tensors are there.
     The file is read ahead of all this (see ``models.read_ahead``), up to 1 GiB. Raises CheckpointError when its tensors do not fit.
     """
     model = load_transformer(checkpoint, dtype=dtype, device="meta", video=video, audio=audio)
@@ -228,15 +229,16 @@ def load_quantized(
     prefixes = ["", *(f"{BLOCKS}{index}." for index in range(len(model.transformer_blocks)))]
     small = {prefix: _inside(planned, prefix) for prefix in prefixes}
     order = [key for prefix in prefixes for key in [*_inside(plain, prefix), *(f"{name}.weight" for name in small[prefix])]]
+    tell = progress or (lambda done, total: None)
     done = 0
     with _read_ahead(source, order, device) as source:
         for index, prefix in enumerate(prefixes, -1):
-            place_weights(model, source, _inside(plain, prefix), dtype=kind, device=device)
+            names = _inside(plain, prefix)
+            place_weights(model, source, names, dtype=kind, device=device)
+            tell(done := done + len(names), len(order))
             for name in small[prefix]:
                 planned[name].set_quantized(_store(source, f"{name}.weight", quantizer, dtype, device, keep_stored))
-                done += 1
-                if progress is not None:
-                    progress(done, len(planned))
+                tell(done := done + 1, len(order))
             if prefix:
                 model.get_submodule(prefix.rstrip(".")).requires_grad_(False).eval()
                 if whole is not None:
