@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -135,6 +136,9 @@ class LiveRun:
         self.emit(ProgressEvent(phase=phase, done=done, total=total, unit=unit, message=message, eta=eta))
 
     def warn(self, code: str, message: str, hint: str = "") -> None:
+        """Something to know: an event; of a rank other than 0 a line in its own log (train.rank1.log)."""
+        if not self.is_main:
+            logging.getLogger(__name__).warning("%s: %s %s", code, message, hint)
         self.emit(WarningEvent(code=code, message=message, hint=hint))
 
     # -- obeying --
@@ -182,8 +186,6 @@ class LiveRun:
                 # a full disk or a share that is away must not end the training; said once in the log
                 if not self._trouble:
                     self._trouble = str(error)
-                    import logging
-
                     logging.getLogger(__name__).warning("The run directory cannot be written: %s", error)
 
     def _acknowledge(self, control: str) -> None:

@@ -85,7 +85,7 @@ def test_progress_is_thinned_but_its_end_is_said(directory):
     assert said[0] == 1 and said[-1] == 500 and len(said) < 50
 
 
-def test_another_rank_writes_nothing(directory):
+def test_another_rank_writes_nothing_but_its_own_log(directory, caplog):
     directory.request("stop")
     with LiveRun(directory, rank=1) as run:
         run.set_state("running")
@@ -97,6 +97,7 @@ def test_another_rank_writes_nothing(directory):
         time.sleep(0.3)
         assert not run.stop.requested
     assert not directory.events_path.exists() and not directory.status_path.exists()
+    assert "a.b: words" in caplog.text
 
 
 def test_warnings_are_events(directory):
