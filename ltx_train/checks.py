@@ -16,7 +16,7 @@ from .errors import CheckpointError, ConfigError, DataError, RunError
 from .geometry import AudioGrid, Grid, VideoGrid
 from .lora.adapters import target_linears
 from .lora.files import read_lora
-from .lora.targets import select, unmatched
+from .lora.targets import select, without_effect
 from .memory.capability import Facts, capability
 from .memory.quantization import QUANTIZERS
 from .models.checkpoint import Checkpoint
@@ -154,7 +154,7 @@ def check_adapter(config: TrainConfig, network: LTXTransformer, streams: Sequenc
     wide = [n for n in chosen if config.lora.rank_of(n) > min(layers[n].in_features, layers[n].out_features)]
     if wide:
         lines.append(f"lora.rank {config.lora.rank} is above the full rank of {len(wide)} modules, such as {wide[0]}: more brings nothing there")
-    return lines + [f"lora.target_modules: {t} matches no module" for t in unmatched(layers, config.lora.target_modules)]
+    return lines + [f"lora.{p} matches no module that is adapted" for p in without_effect(layers, chosen, config.lora.patterns)]
 
 
 def check_previews(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:

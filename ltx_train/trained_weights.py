@@ -82,8 +82,8 @@ def build_trainable(
     else:
         shapes = base_shapes(transformer)
         adapters = attach(transformer, config.lora, seed=config.seed, streams=strategy.streams().present)
-        for pattern in adapters.unmatched_targets:
-            live.warn("lora.target_unmatched", f"lora.target_modules: {pattern} matches no module of this model.")
+        for pattern in adapters.unmatched:
+            live.warn("lora.target_unmatched", f"lora.{pattern} matches no module that is adapted.")
         trained = LoraResult(adapters, lora_metadata(config, strategy, checkpoint, dataset), dtype, shapes)
     if config.model.load_checkpoint:
         path = newest_weights(Path(config.model.load_checkpoint).expanduser())

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from ..errors import ConfigError, LtxTrainError, MissingPackage
 from ..models.linear import Linear, LoraWeights
 from ..section import Section
-from .targets import matches, select, unmatched
+from .targets import matches, select, without_effect
 
 Kind = Literal["lora", "rslora", "dora", "loha", "lokr"]
 
@@ -32,10 +33,27 @@ class LoraSection(Section):
     )  # fmt: skip
     kind: Kind = Field("lora", description="lora; rslora (scale alpha / sqrt(rank)); dora, loha, lokr through peft.")
     exclude_modules: list[str] = Field(default_factory=list, description="Modules left out though a target matches, by the same patterns.")
-    rank_pattern: dict[str, int] = Field(default_factory=dict, description="Rank by module pattern; the first match counts.")
-    alpha_pattern: dict[str, float] = Field(default_factory=dict, description="Alpha by module pattern; the first match counts.")
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict, description="Rank by module pattern; the first match counts.")
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict, description="Alpha by module pattern; the first match counts.")
     init: Literal["default", "gaussian"] = Field("default", description="Start of A: uniform as in the LoRA paper's code, or normal with deviation 1 / rank.")
     lokr_factor: int = Field(-1, ge=-1, description="lokr: size of the smaller factor; -1 is near the square root.")
+
+    @field_validator("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def _patterns(cls, patterns: Any) -> Any:
+        for pattern in patterns:
+            if not pattern:
+                raise ValueError("a pattern is empty: name a module, a group, or re:<regular expression>")
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                raise ValueError(f"{pattern} is no regular expression: {error}") from error
+        return patterns
+
+    @property
+    def patterns(self) -> dict[str, list[str]]:
+        """Every module pattern by the field that it stands in."""
+        return {name: list(getattr(self, name)) for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern")}
 
     def rank_of(self, name: str) -> int:
         """The rank of one module, by its name."""
@@ -82,10 +100,10 @@ class AdapterSet:
     loha hada_w1_a ... hada_w2_b; lokr lokr_w1, lokr_w2 (or their factors _a, _b).
     """
 
-    def __init__(self, section: LoraSection, modules: Iterable[AdaptedModule], switch: Callable[[bool], None], unmatched_targets: list[str]) -> None:
+    def __init__(self, section: LoraSection, modules: Iterable[AdaptedModule], switch: Callable[[bool], None], unmatched: list[str]) -> None:
         self.section = section
         self.modules = {module.name: module for module in modules}
-        self.unmatched_targets = unmatched_targets
+        self.unmatched = unmatched
         self._switch = switch
 
     @property
@@ -159,7 +177,7 @@ def attach(transformer: nn.Module, section: LoraSection, *, seed: int, streams: 
     chosen = select(layers, section.target_modules, section.exclude_modules, streams)
     for parameter in transformer.parameters():
         parameter.requires_grad_(False)
-    missing = unmatched(layers, section.target_modules)
+    missing = without_effect(layers, chosen, section.patterns)
     build = _attach_lora if section.kind in ("lora", "rslora") else _attach_peft
     modules, switch = build(transformer, {name: layers[name] for name in chosen}, section, seed)
     return AdapterSet(section, modules, switch, missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..errors import ConfigError, nearest
 
@@ -92,6 +92,15 @@ def unmatched(names: Iterable[str], targets: Iterable[str]) -> list[str]:
     """Targets that match no name at all, to warn about."""
     names = list(names)
     return [t for t in targets if not any(matches(n, t) for n in names)]
+
+
+def without_effect(names: Iterable[str], chosen: Iterable[str], fields: Mapping[str, Iterable[str]]) -> list[str]:
+    """Patterns that change nothing, each with its field, to warn about: ``rank_pattern: to_kk``.
+
+    fields: patterns by field name; those of target and exclude_modules count all ``names``, the others what is ``chosen``.
+    """
+    names, chosen = list(names), list(chosen)
+    return [f"{field}: {p}" for field, patterns in fields.items() for p in unmatched(names if field.endswith("_modules") else chosen, patterns)]
 
 
 def _short(targets: list[str]) -> str:

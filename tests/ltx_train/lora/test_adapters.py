@@ -63,8 +63,25 @@ def test_no_match_names_the_nearest():
         attach(net(), LoraSection(rank=2, target_modules=["audio"]), seed=0, streams=["video"])
 
 
-def test_unmatched_targets_are_told():
-    assert attach(net(), LoraSection(rank=2, target_modules=["to_q", "to_nothing"]), seed=0).unmatched_targets == ["to_nothing"]
+def test_patterns_without_effect_are_told_by_field():
+    section = LoraSection(
+        rank=2, target_modules=["to_q", "to_nothing"], exclude_modules=["attn2.to_q", "atn1.to_q"],
+        rank_pattern={"attn1.to_q": 4, "to_k": 4}, alpha_pattern={"audio_attn1.to_q": 1, "to_kk": 1},
+    )  # fmt: skip
+    told = ["target_modules: to_nothing", "exclude_modules: atn1.to_q", "rank_pattern: to_k", "alpha_pattern: to_kk"]
+    assert attach(net(), section, seed=0).unmatched == told
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank_pattern": {"to_q": 0}}, {"rank_pattern": {"to_q": -1}}, {"rank_pattern": {"re:(": 2}}, {"alpha_pattern": {"to_q": 0}},
+        {"alpha_pattern": {"to_q": -3}}, {"target_modules": ["re:("]}, {"target_modules": ["to_q", ""]}, {"exclude_modules": ["re:["]},
+    ],
+)  # fmt: skip
+def test_patterns_that_cannot_work_are_refused_with_the_section(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        LoraSection.model_validate(fields)
 
 
 def test_exclude_and_patterns():
