@@ -154,6 +154,10 @@ class TrainConfig(Job):
             raise ValueError("lora: the section is required when model.training_mode is lora")
         if self.model.training_mode == "full" and self.acceleration.quantization:
             raise ValueError("acceleration.quantization: a quantised base cannot be fully fine-tuned; remove it or train a LoRA")
+        generated = self.training_strategy.streams().generated
+        if not any(getattr(self.flow_matching, f"{stream}_weight") for stream in generated):
+            names = " and ".join(f"{stream}_weight" for stream in generated)
+            raise ValueError(f"flow_matching: {names} 0: nothing that is generated counts in the loss, so nothing would be learned")
         return self
 
     def identity(self) -> dict[str, Any]:

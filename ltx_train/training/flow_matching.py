@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from ..section import Section
+from ..section import Section, parse_parameters
 
 
 # ---- samplers: one noise level of one sample, from its own generator, in double precision on the host ----
@@ -19,6 +19,12 @@ class UniformSampler(Section):
     mode: ClassVar[str] = "uniform"
     min_value: float = Field(0.0, ge=0, le=1)
     max_value: float = Field(1.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> UniformSampler:
+        if self.min_value > self.max_value:
+            raise ValueError(f"min_value {self.min_value} is above max_value {self.max_value}")
+        return self
 
     def sample(self, tokens: int, generator: torch.Generator) -> float:
         return self.min_value + (self.max_value - self.min_value) * _uniform(generator)
@@ -33,11 +39,17 @@ class ShiftedLogitNormalSampler(Section):
     """
 
     mode: ClassVar[str] = "shifted_logit_normal"
-    std: float = Field(1.0, gt=0, description="Spread of the logit.")
+    std: float = Field(1.0, ge=1e-6, description="Spread of the logit.")
     eps: float = Field(1e-3, ge=0, lt=0.5, description="Levels below are folded upwards.")
     uniform_prob: float = Field(0.1, ge=0, le=1, description="Share of draws that are uniform instead.")
     min_tokens: int | None = Field(None, ge=1, description="Shift short clips as if they had at least so many tokens.")
     max_tokens: int | None = Field(None, ge=1, description="Shift long clips as if they had at most so many tokens (4096 = the inference schedule's shift).")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ShiftedLogitNormalSampler:
+        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        return self
 
     def shift(self, tokens: int) -> float:
         """mu of a clip of so many target tokens."""
@@ -145,7 +157,7 @@ class FlowMatchingSection(Section):
     audio_timestep_sampling_params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the sound's own sampler.")
     shared_sigma: bool | None = Field(None, description="One noise level for video and sound (by the video's length), or one each; None: as the strategy does.")
     loss: Literal["mse", "huber"] = Field("mse", description="Error of the velocity.")
-    huber_delta: float = Field(1.0, gt=0, description="Where the Huber loss turns from square to linear.")
+    huber_delta: float = Field(1.0, gt=0, le=1e6, description="Where the Huber loss turns from square to linear.")
     weighting: Literal["none", "min_snr"] = Field("none", description="Weight of a sample by its noise level.")
     min_snr_gamma: float = Field(5.0, gt=0, description="Cap of the signal to noise ratio in min_snr.")
     video_weight: float = Field(1.0, ge=0, description="Weight of the video loss.")
@@ -169,8 +181,10 @@ class FlowMatchingSection(Section):
     def sampler(self, modality: str) -> Sampler:
         """The sampler of a stream's noise levels."""
         if modality == "audio" and self.audio_timestep_sampling_mode is not None:
-            return SAMPLERS[self.audio_timestep_sampling_mode].model_validate(self.audio_timestep_sampling_params)
-        return SAMPLERS[self.timestep_sampling_mode].model_validate(self.timestep_sampling_params)
+            mode, values = self.audio_timestep_sampling_mode, self.audio_timestep_sampling_params
+        else:
+            mode, values = self.timestep_sampling_mode, self.timestep_sampling_params
+        return parse_parameters(SAMPLERS[mode], f"the noise level sampler {mode}", values)
 
     def sample_loss(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         """[B]: the plain loss of each sample, before any weighting. prediction, target [B, T, C]; weight [B, T]."""

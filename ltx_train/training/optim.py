@@ -6,16 +6,18 @@ import contextlib
 import importlib
 import io
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from ..errors import ConfigError, MissingPackage, nearest
-from ..section import Section
+from ..section import Section, parse_parameters
 from .ema import EmaSection
 from .schedule import SCHEDULES, LearningRate, Schedule
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimizer(Section):
@@ -42,7 +44,7 @@ class AdamW(Optimizer):
     """AdamW of torch; on CUDA its fused kernel."""
 
     name: ClassVar[str] = "adamw"
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the running mean and of the running square.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the running mean and of the running square.")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
     amsgrad: bool = Field(False, description="Keep the largest running square.")
@@ -61,7 +63,7 @@ class Adafactor(Optimizer):
 
     name: ClassVar[str] = "adafactor"
     beta2_decay: float = Field(-0.8, le=0, description="Power of the step in the decay of the running square.")
-    eps: tuple[float | None, float] = Field((None, 1e-3), description="Added to the square; least parameter scale of a step.")
+    eps: tuple[Annotated[float, Field(ge=0)] | None, Annotated[float, Field(ge=0)]] = Field((None, 1e-3), description="Added to the square; least parameter scale of a step.")
     d: float = Field(1.0, gt=0, description="Clipping threshold of an update's root mean square.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
 
@@ -90,7 +92,7 @@ class AdamW8bit(BitsAndBytes):
 
     name: ClassVar[str] = "adamw8bit"
     class_name: ClassVar[str] = "AdamW8bit"
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the running mean and of the running square.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the running mean and of the running square.")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
 
@@ -115,7 +117,7 @@ class Lion8bit(BitsAndBytes):
     name: ClassVar[str] = "lion8bit"
     class_name: ClassVar[str] = "Lion8bit"
     default_learning_rate: ClassVar[float] = 1.5e-4
-    betas: tuple[float, float] = Field((0.9, 0.99), description="Decay used for the update and for the running mean.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.99), description="Decay used for the update and for the running mean.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
 
 
@@ -131,7 +133,7 @@ class AdEMAMix8bit(BitsAndBytes):
 
     name: ClassVar[str] = "ademamix8bit"
     class_name: ClassVar[str] = "AdEMAMix8bit"
-    betas: tuple[float, float, float] = Field((0.9, 0.999, 0.9999), description="Decay of the fast mean, of the square, of the slow mean.")
+    betas: tuple[Decay, Decay, Decay] = Field((0.9, 0.999, 0.9999), description="Decay of the fast mean, of the square, of the slow mean.")
     alpha: float = Field(5.0, ge=0, description="Weight of the slow mean.")
     t_alpha: int | None = Field(None, ge=1, description="Steps over which alpha grows.")
     t_beta3: int | None = Field(None, ge=1, description="Steps over which the slow decay grows.")
@@ -153,8 +155,8 @@ class Prodigy(Optimizer):
     package: ClassVar[str] = "prodigyopt"
     default_learning_rate: ClassVar[float] = 1.0
     default_schedule: ClassVar[str] = "constant"
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the running mean and of the running square.")
-    beta3: float | None = Field(None, description="Decay of the step-size estimate; by default the root of the second beta.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the running mean and of the running square.")
+    beta3: float | None = Field(None, ge=0, lt=1, description="Decay of the step-size estimate; by default the root of the second beta.")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
     decouple: bool = Field(True, description="Decay as AdamW does.")
@@ -178,7 +180,7 @@ class ScheduleFreeAdamW(Optimizer):
     name: ClassVar[str] = "adamw_schedulefree"
     package: ClassVar[str] = "schedulefree"
     default_schedule: ClassVar[str] = "constant"
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Interpolation towards the average, and decay of the running square.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Interpolation towards the average, and decay of the running square.")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
     r: float = Field(0.0, ge=0, description="Power of the step in the average's weights.")
@@ -199,19 +201,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     )
 }  # fmt: skip
 """The official optimizer names and ours; a new optimizer is one class and its place here."""
-
-
-def _parse(kind: type[Section], title: str, values: dict[str, Any]) -> Any:
-    """Validate ``values`` as ``kind``; unknown names are refused with the nearest known one."""
-    for name in values:
-        if name not in kind.model_fields:
-            near = nearest(name, list(kind.model_fields)) or list(kind.model_fields)
-            raise ValueError(f"{title} has no parameter {name!r}; known: {', '.join(near) or 'none'}")
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{title}, {'.'.join(str(p) for p in first['loc'])}: {first['msg']}, got {first['input']!r}") from error
 
 
 def _choose(name: str, table: dict[str, Any], title: str) -> Any:
@@ -244,7 +233,8 @@ class OptimizationSection(Section):
     @classmethod
     def _defaults_of_the_optimizer(cls, data: Any) -> Any:
         """Fields not given take the optimizer's own default (prodigy: rate 1; schedule-free: constant)."""
-        kind = OPTIMIZERS.get(data.get("optimizer_type", "adamw")) if isinstance(data, dict) else None
+        name = data.get("optimizer_type", "adamw") if isinstance(data, dict) else None
+        kind = OPTIMIZERS.get(name) if isinstance(name, str) else None
         if kind is None:
             return data
         own = {"learning_rate": kind.default_learning_rate, "scheduler_type": kind.default_schedule}
@@ -269,11 +259,11 @@ class OptimizationSection(Section):
             if name in values:
                 raise ValueError(f"{name} is given twice, in optimization and in optimizer_params")
             values[name] = value
-        return _parse(kind, f"the optimizer {self.optimizer_type}", values)
+        return parse_parameters(kind, f"the optimizer {self.optimizer_type}", values)
 
     def schedule(self) -> Schedule:
         """The chosen schedule's settings."""
-        return _parse(_choose(self.scheduler_type, SCHEDULES, "scheduler_type"), f"the schedule {self.scheduler_type}", self.scheduler_params)
+        return parse_parameters(_choose(self.scheduler_type, SCHEDULES, "scheduler_type"), f"the schedule {self.scheduler_type}", self.scheduler_params)
 
     @property
     def learning_rates(self) -> LearningRate:

@@ -54,6 +54,8 @@ FAULTS = {
     "number as a word": (PLAIN + "output_dir: 7\n", "config.invalid", "output_dir", "needs quotes"),
     "infinite": (PLAIN.replace("steps: 10", "learning_rate: .inf"), "config.invalid", "optimization.learning_rate: Input should be a finite number", ""),
     "nan": (PLAIN.replace("alpha: 4", "alpha: .nan"), "config.invalid", "lora.alpha", ""),
+    "no loss": (PLAIN + "flow_matching: {video_weight: 0}\n", "config.invalid", "video_weight 0: nothing that is generated counts", ""),
+    "sampler": (PLAIN + "flow_matching: {timestep_sampling_params: {stdd: 1}}\n", "config.invalid", "the noise level sampler shifted_logit_normal has no parameter 'stdd'; known: std", ""),
     "no model": (PLAIN.replace("m.safetensors", '""'), "config.invalid", "model_path is empty", ""),
 }
 

@@ -126,6 +126,12 @@ def test_short_forms():
         ({"scheduler_type": "step", "scheduler_params": {"step_size": 0}}, "step_size"),
         ({"warmup_steps": 10, "steps": 10}, "must be below steps"),
         ({"learning_rate": 0}, "greater than 0"),
+        ({"optimizer_type": ["adamw"]}, "optimizer_type"),
+        ({"betas": (-0.1, 2)}, "the optimizer adamw, betas.0: Input should be greater"),
+        ({"optimizer_type": "lion8bit", "betas": (2, 3)}, "betas.0: Input should be less than 1"),
+        ({"optimizer_type": "adamw_schedulefree", "betas": (0.9, 1.5)}, "betas.1: Input should be less than 1"),
+        ({"optimizer_type": "prodigy", "optimizer_params": {"beta3": 5}}, "beta3: Input should be less than 1"),
+        ({"optimizer_type": "adafactor", "optimizer_params": {"eps": [-1, 1e-3]}}, "eps.0"),
     ],
 )
 def test_nonsense_is_refused_by_name(fields, words):
