@@ -53,8 +53,8 @@ def resize(lora: LoraFile, rank: int | None = None, *, energy: float | None = No
 
 
 def strip(lora: LoraFile, keep: Iterable[str]) -> LoraFile:
-    """Keep the modules of some of ``video``, ``audio``, ``cross``. Raises LtxTrainError when nothing is left."""
-    keep = set(keep)
+    """Keep the modules of some of ``video``, ``audio``, ``cross`` (or ``cross_modal``, its target group). Raises LtxTrainError when nothing is left."""
+    keep = {name.removesuffix("_modal") for name in keep}
     unknown = keep - {"video", "audio", "cross"}
     if unknown or not keep:
         raise ConfigError("lora.strip", f"Unknown modality {', '.join(sorted(unknown)) or 'none'}; known: video, audio, cross.")
@@ -130,6 +130,9 @@ def merge(checkpoint: Path, loras: Sequence[tuple[LoraFile, float]], out: Path, 
             for module, strength in plan[name]:
                 total = total + (module.apply(value, strength) - value.float())
             value = total.to(kind)
+            if not bool(torch.isfinite(value).all()):
+                strengths = ", ".join(f"{strength:g}" for _, strength in plan[name])
+                raise LtxTrainError("lora.not_finite", f"The model is not saved: merged at {strengths}, {name[-60:]} is no longer finite.", "Merge at a usual strength, 0.5 to 1.5.")
         done[0] += 1
         if progress is not None:
             progress(done[0], len(file.spans))

@@ -99,6 +99,13 @@ def test_merge_refuses_another_model_and_its_own_input(tmp_path):
         merge(tmp_path / "base.safetensors", [(lora_of(), 1.0)], tmp_path / "base.safetensors")
 
 
+def test_a_merge_that_is_no_longer_finite_is_not_saved(tmp_path):
+    checkpoint(tmp_path / "base.safetensors")
+    with pytest.raises(LtxTrainError, match=r"merged at 1e\+39"):
+        merge(tmp_path / "base.safetensors", [(lora_of(), 1e39)], tmp_path / "o.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["base.safetensors"]
+
+
 def test_low_rank_is_the_truncated_svd():
     """Reference: Eckart-Young with torch.linalg.svd of the whole matrix."""
     a, b = randn(6, 20), randn(15, 6)
@@ -146,7 +153,7 @@ def test_extract_is_the_inverse_of_merge(tmp_path):
         extract(tmp_path / "base.safetensors", tmp_path / "base.safetensors", 4)
 
 
-@pytest.mark.parametrize(("keep", "left"), [(["video"], [0]), (["audio"], [1]), (["cross"], [2]), (["video", "cross"], [0, 2])])
+@pytest.mark.parametrize(("keep", "left"), [(["video"], [0]), (["audio"], [1]), (["cross"], [2]), (["video", "cross_modal"], [0, 2])])
 def test_strip(keep, left):
     assert list(strip(lora_of(), keep).modules) == [NAMES[i] for i in left]
 
