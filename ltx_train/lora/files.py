@@ -110,7 +110,7 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
     file = SafetensorsFile.open(path)
     names = Names(base_names)
     found: dict[str, dict[str, Tensor]] = {}
-    alphas: dict[str, float] = {}
+    alphas: dict[str, str] = {}
     layouts: dict[str, None] = {}
     unknown = []
     for raw in file.spans:
@@ -120,7 +120,7 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
             continue
         layouts[key.layout] = None
         if key.part == "alpha":
-            alphas[key.module] = _alpha(file.read(raw), path, key.module)
+            alphas[key.module] = raw
         elif key.part in found.setdefault(key.module, {}):
             raise LtxTrainError("lora.duplicate", f"{path.name[:40]} holds {key.module[-50:]} {key.part} twice.", "Two layouts are mixed in one file.")
         else:
@@ -130,7 +130,8 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
     configured = _Configured.of(file.metadata, path, layouts)
     modules = {}
     for name, tensors in found.items():
-        module = LoraModule.of(name, {part: value.float() for part, value in tensors.items()}, alphas.get(name))
+        alpha = _alpha(file.read(alphas[name]), path, name) if name in alphas else None
+        module = LoraModule.of(name, {part: value.float() for part, value in tensors.items()}, alpha)
         modules[name] = configured.scaled(module) if module.alpha is None else module
         if misfit := module.misfit():
             raise LtxTrainError("lora.shape", f"{path.name[:30]}: {name[-50:]}: {misfit} make no update.", "The file is damaged, or of a kind that is not known.")

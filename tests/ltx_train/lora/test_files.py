@@ -264,7 +264,7 @@ def test_incomplete_and_empty_files(tmp_path):
     safetensors.torch.save_file({"diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight": torch.ones(2, 4)}, tmp_path / "a.safetensors")
     with pytest.raises(LtxTrainError, match="incomplete: lora_A"):
         read_lora(tmp_path / "a.safetensors")
-    safetensors.torch.save_file({"vae.conv.weight": torch.ones(2, 4)}, tmp_path / "b.safetensors")
+    safetensors.torch.save_file({"vae.conv.weight": torch.ones(2, 4), "vocoder.act.alpha": torch.ones(2)}, tmp_path / "b.safetensors")
     with pytest.raises(LtxTrainError, match="holds no LoRA"):
         read_lora(tmp_path / "b.safetensors")
     a, b = torch.ones(2, 4), torch.ones(3, 2)
