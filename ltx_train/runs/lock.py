@@ -91,6 +91,9 @@ def write_atomic(path: Path, text: str) -> None:
                 if attempt == 19:
                     raise
                 time.sleep(0.02)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails does not say where
+        raise
     finally:
         temporary.unlink(missing_ok=True)  # a full disk leaves a part of it, every second anew
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ltx_train.errors import RunError
-from ltx_train.runs.lock import ProcessId, RunLock
+from ltx_train.runs.lock import ProcessId, RunLock, write_atomic
 
 OWN = ProcessId.of()
 
@@ -93,3 +93,13 @@ def test_a_clock_that_is_set_does_not_make_a_live_owner_look_dead(tmp_path, monk
     assert lock.held() and OWN.alive()
     assert not replace(OWN, ticks=OWN.ticks - 1).alive(), "a reused pid started at another tick"
     assert not replace(OWN, ticks=None).alive(), "what an older version wrote is told by its time"
+
+
+def test_a_write_that_fails_says_where(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(OSError) as caught:
+        write_atomic(tmp_path / "status.json", "{}")
+    assert caught.value.filename == str(tmp_path / "status.json") and list(tmp_path.iterdir()) == []
