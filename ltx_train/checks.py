@@ -22,10 +22,11 @@ from .memory.quantization import QUANTIZERS
 from .models.checkpoint import Checkpoint
 from .models.transformer import LTXTransformer, load_transformer, transformer_source
 from .models.weights import check_weights
+from .network import check_combination
 from .preprocess import report_on
 from .run_setup import find_run
 from .sampling.recipe import ValidationSection
-from .trained_weights import newest_weights
+from .trained_weights import newest_weights, other_family
 from .training.parallel import single_device
 from .training_data import check_family
 
@@ -133,15 +134,27 @@ def check_network(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
     streams = [s for s in config.training_strategy.streams().present if s == "video" or checkpoint.family.audio]
     network = load_transformer(checkpoint, dtype=torch.bfloat16, device="meta", video="video" in streams, audio="audio" in streams)
     check_weights(network, transformer_source(checkpoint, network))
+    check_memory(config)
     lines = check_adapter(config, network, streams) if config.lora is not None and config.model.training_mode == "lora" else []
     if config.model.load_checkpoint:
         path = newest_weights(Path(config.model.load_checkpoint).expanduser())
-        lines.append(f"starts from: {path.name}")
+        lines += [f"starts from: {path.name}", *filter(None, [other_family(path, checkpoint)])]
         if config.model.training_mode == "lora":
-            fitting = set(read_lora(path).modules) & set(target_linears(network))
-            if not fitting:
+            theirs, layers = read_lora(path).modules, target_linears(network)
+            if not any(name in layers and module.shape == (layers[name].out_features, layers[name].in_features) for name, module in theirs.items()):
                 raise ConfigError("lora.other_model", f"{path.name} fits no module of this model.", "It was trained on another model: leave model.load_checkpoint out.")
     return lines
+
+
+def check_memory(config: TrainConfig) -> None:
+    """Raise ConfigError for memory settings that do not go with what is trained."""
+    lora, own_layers = config.lora, config.lora is None or config.lora.kind in ("lora", "rslora")
+    check_combination(config.acceleration, frozen=config.model.training_mode == "lora", own_layers=own_layers, dropout=lora is not None and lora.dropout > 0)
+    if not own_layers and config.acceleration.quantization is not None:
+        raise ConfigError(
+            "lora.quantized_base", f"The adapter kind {lora.kind} needs a base that is not quantised; acceleration.quantization is {config.acceleration.quantization}.",
+            "Choose kind: lora or rslora, or set acceleration.quantization to none.",
+        )  # fmt: skip
 
 
 def check_adapter(config: TrainConfig, network: LTXTransformer, streams: Sequence[str]) -> list[str]:

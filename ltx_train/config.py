@@ -44,7 +44,7 @@ class ModelSection(Section):
     def _no_urls(self) -> ModelSection:
         if not self.model_path.strip():
             raise ValueError("model_path is empty: give the LTX checkpoint (.safetensors)")
-        for name in ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path"):
+        for name in ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path", "tokenizer_path", "load_checkpoint"):
             value = getattr(self, name)
             if value and "://" in value:
                 raise ValueError(f"{name} is a URL ({value}); only files on this machine can be used: download it first")

@@ -18,6 +18,8 @@ from .lora.files import base_shapes, read_lora, self_check, warm_start, write_lo
 from .lora.metadata import LoraMetadata
 from .memory.activations import checkpoint_activations
 from .models.checkpoint import Checkpoint
+from .models.families import FAMILIES
+from .models.safetensors_file import SafetensorsFile
 from .models.transformer import LTXTransformer
 from .runs.live import LiveRun
 from .training.full import FullWeights
@@ -88,7 +90,17 @@ def build_trainable(
     if config.model.load_checkpoint:
         path = newest_weights(Path(config.model.load_checkpoint).expanduser())
         live.warn(f"{config.model.training_mode}.warm_start", f"Started from {path.name}: {trained.warm_start(path)}.")
+        if other := other_family(path, checkpoint):
+            live.warn("lora.other_family", other, "Its numbers mean something else here: start afresh, or from a LoRA of this family, unless this is meant.")
     return trained
+
+
+def other_family(path: Path, checkpoint: Checkpoint) -> str | None:
+    """What is to be said of a result file to start from that was trained on a model of another family; None where that is not known."""
+    theirs = LoraMetadata.of(SafetensorsFile.open(path).metadata).family
+    if not theirs or theirs == checkpoint.family.name:
+        return None
+    return f"{path.name} was trained on {FAMILIES[theirs].title if theirs in FAMILIES else theirs}, not on {checkpoint.family.title}."
 
 
 def newest_weights(path: Path) -> Path:

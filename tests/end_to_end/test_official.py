@@ -3,6 +3,8 @@
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from ltx_train.__main__ import main
 from ltx_train.checks import check_config
@@ -10,6 +12,7 @@ from ltx_train.config import TrainConfig
 from ltx_train.data.cache import Cache
 from ltx_train.data.manifest import Manifest
 from ltx_train.errors import ConfigError, DataError
+from ltx_train.runs.events import WarningEvent
 from ltx_train.tiny import media
 from tests.end_to_end.corridor import train
 
@@ -158,6 +161,34 @@ def test_the_command_says_what_it_found(home, tmp_path, encoded, given_media, ca
     assert main(["train", str(path), "--check"]) == 2
     shown = capsys.readouterr()
     assert "lora.rang" in shown.out + shown.err and "lora.rank" in shown.out + shown.err
+
+
+TOGETHER = {"acceleration": {"accumulate_together": 2}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "code"),
+    [
+        ({**TOGETHER, "lora": {"kind": "dora"}}, "memory.together"),
+        ({**TOGETHER, "lora": {"dropout": 0.1}}, "memory.together"),
+        ({"acceleration": {"quantization": "int8"}, "lora": {"kind": "loha"}}, "lora.quantized_base"),
+    ],
+)
+def test_a_check_refuses_memory_settings_that_do_not_go_with_the_adapter(home, tmp_path, encoded, sections, code):
+    with pytest.raises(ConfigError) as caught:
+        check_config(home.config(tmp_path / "run", data={"preprocessed_data_root": str(encoded)}, **sections))
+    assert caught.value.code == code
+
+
+def test_starting_from_a_lora_of_another_family_is_told(home, tmp_path):
+    earlier = train(home.config(tmp_path / "one", optimization={"steps": 1}))
+    with safe_open(earlier.lora, "pt") as file:
+        metadata = {**file.metadata(), "ltx_train.family": "ltx2"}
+    save_file(load_file(earlier.lora), tmp_path / "old.safetensors", metadata)
+    config = home.config(tmp_path / "two", model={"load_checkpoint": str(tmp_path / "old.safetensors")}, optimization={"steps": 1})
+    said = "old.safetensors was trained on LTX-2 19B, not on LTX-2.3 22B."
+    assert said in check_config(config)
+    assert said in [e.message for e in train(config).events(WarningEvent)]
 
 
 @pytest.mark.parametrize("name", ["video_extend_lora", "video_suffix_lora"])

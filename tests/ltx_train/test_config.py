@@ -56,6 +56,7 @@ FAULTS = {
     "nan": (PLAIN.replace("alpha: 4", "alpha: .nan"), "config.invalid", "lora.alpha", ""),
     "no loss": (PLAIN + "flow_matching: {video_weight: 0}\n", "config.invalid", "video_weight 0: nothing that is generated counts", ""),
     "sampler": (PLAIN + "flow_matching: {timestep_sampling_params: {stdd: 1}}\n", "config.invalid", "the noise level sampler shifted_logit_normal has no parameter 'stdd'; known: std", ""),
+    "url": (PLAIN.replace("m.safetensors", "m.safetensors, load_checkpoint: 'http://host/l.safetensors'"), "config.invalid", "load_checkpoint is a URL", ""),
     "no model": (PLAIN.replace("m.safetensors", '""'), "config.invalid", "model_path is empty", ""),
 }
 
