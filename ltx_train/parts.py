@@ -100,13 +100,15 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
 
     Text encoder and VAEs (preprocessing), then the connectors (contexts), then the transformer.
     """
-    from .validation import Validator
+    from .validation import Validator, plan_samples
 
     for section in (config.logging, config.wandb, config.hub):
         section.check()
     config.optimization.require_packages()
     checkpoint = config.model.open()
     validation = config.validation if config.validation.active else None
+    if validation is not None:
+        plan_samples(validation, checkpoint)  # before the dataset is encoded, which takes hours
     data = open_data(config, checkpoint, live, parallel, validation.texts() if validation is not None else [])
     encoded = encode_texts_and_previews(config, checkpoint, data, validation, live, parallel)
     feed = build_feed(config, data.strategy, data.dataset, encoded.contexts, live, parallel, encoded.empty)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .checks import check_samples
 from .contexts import ContextStore
 from .errors import ConfigError, LtxTrainError
 from .lora.apply import apply_loras
@@ -19,7 +18,7 @@ from .network import load_network
 from .preprocess import engine_codec
 from .runs.live import LiveRun
 from .sampling.recipe import ValidationSection
-from .validation import Validator, encode_texts, prepare_samples, text_key
+from .validation import Validator, encode_texts, plan_samples, prepare_samples, text_key
 
 if TYPE_CHECKING:
     from .config import SampleJob
@@ -36,7 +35,7 @@ def run(job: SampleJob, live: LiveRun) -> None:
         raise ConfigError("sample.none", "The job names no sample.", "Give at least one prompt (validation.samples, or --prompt).")
     live.set_state("running")
     checkpoint = job.model.open()
-    check_samples(section, checkpoint)  # told before a text encoder is read, which takes minutes
+    plan_samples(section, checkpoint)  # told before a text encoder is read, which takes minutes
     loras = [(read_lora(Path(use.path).expanduser()), use.strength) for use in job.loras]
     transformer, validator = build_sampler(checkpoint, section, job.acceleration, device, live)
     apply_loras(transformer, loras)

@@ -15,7 +15,8 @@ from .conditioning.conditions import Media
 from .contact_sheet import write_contact_sheet
 from .contexts import ContextStore
 from .decode import Wave, decode_sound, keep_latents, write_clip
-from .errors import ConfigError, LtxTrainError, StopRequested, is_out_of_memory
+from .errors import ConfigError, DataError, LtxTrainError, StopRequested, is_out_of_memory
+from .geometry import VideoGrid
 from .models.checkpoint import Checkpoint
 from .models.codec import EngineCodec, free_bytes
 from .models.tiling import Tiling
@@ -161,6 +162,13 @@ class Validator:
         if sampled is None:
             self.free()
             sampled = self.generate(prepared, live)
+        for stream in ("video", "audio"):
+            latents = getattr(sampled, stream)
+            if latents is not None and not torch.isfinite(latents.values).all():
+                raise DataError(
+                    "sample.not_finite", f"The {stream} latents of sample {made.index + 1} hold values that are no finite numbers.",
+                    "Guidance scales or LoRA strengths that are too large do this, damaged weights too, and fp16 where bf16 is needed.",
+                )  # fmt: skip
         host = lambda latents: None if latents is None else latents.to("cpu", torch.float32)  # noqa: E731
         wanted = self.section
         made.sampled = Sampled(host(sampled.video) if wanted.generate_video else None, host(sampled.audio) if wanted.generate_audio else None)
@@ -262,6 +270,22 @@ class Validator:
             torch.cuda.empty_cache()
 
 
+def plan_samples(section: ValidationSection, checkpoint: Checkpoint) -> list[tuple[tuple[str, ...], VideoGrid, Recipe]]:
+    """Streams, grid and recipe of each sample. Raises ConfigError for settings that cannot work; reads headers alone."""
+    missing = section.missing_files()
+    if missing:
+        raise ConfigError("validation.file", f"There is no file {missing[0].name} for a validation sample."[:118], f"Named: {', '.join(map(str, missing))}.")
+    config = checkpoint.transformer
+    if config is None:
+        checkpoint.source("transformer")
+    plans = []
+    for sample in section.samples:
+        streams, grid = section.streams_of(sample, has_audio=config.has_audio), section.video_grid(sample, checkpoint.video_factors)
+        recipe = section.recipe(checkpoint.family, distilled=checkpoint.distilled, config=checkpoint.config, num_layers=config.num_layers, tokens=grid.tokens)
+        plans.append((streams, grid, recipe))
+    return plans
+
+
 def prepare_samples(
     section: ValidationSection, checkpoint: Checkpoint, codec: EngineCodec, key_of: Callable[[str], str], on_fault: Callable[[int, Exception], None] | None = None
 ) -> list[PreparedSample | None]:
@@ -270,19 +294,11 @@ def prepare_samples(
     key_of: context key of a text. Raises ConfigError and DataError for what cannot work; with ``on_fault`` a sample
     whose media cannot be read or encoded is told there and left out (None), and only wrong settings raise.
     """
-    missing = section.missing_files()
-    if missing:
-        raise ConfigError("validation.file", f"There is no file {missing[0].name} for a validation sample."[:118], f"Named: {', '.join(map(str, missing))}.")
-    config = checkpoint.transformer
-    if config is None:
-        checkpoint.source("transformer")
+    plans = plan_samples(section, checkpoint)
     prepared: list[PreparedSample | None] = []
-    for index, sample in enumerate(section.samples):
-        streams = section.streams_of(sample, has_audio=config.has_audio)
-        grid = section.video_grid(sample, checkpoint.video_factors)
-        recipe = section.recipe(checkpoint.family, distilled=checkpoint.distilled, config=checkpoint.config, num_layers=config.num_layers, tokens=grid.tokens)
+    for index, (sample, (streams, grid, recipe)) in enumerate(zip(section.samples, plans)):
         try:
-            media = encode_conditions(sample, grid, checkpoint.audio_grid if config.has_audio else None, codec, recipe.image_crf)
+            media = encode_conditions(sample, grid, checkpoint.audio_grid if checkpoint.transformer.has_audio else None, codec, recipe.image_crf)
         except Exception as error:  # whatever a user's file or its codec raises: told, and this sample is left out
             if on_fault is None or isinstance(error, StopRequested | ConfigError):
                 raise

@@ -29,6 +29,8 @@ NEGATIVE_PROMPT = (
 )
 
 Dims = tuple[int, int, int]
+SEEDS = (-(2**63), 2**64 - 1)
+"""The least and the largest seed that a generator takes."""
 
 MODEL_NUMBERS = (
     "inference_steps", "video_cfg_scale", "audio_cfg_scale", "video_stg_scale", "audio_stg_scale", "stg_blocks",
@@ -46,6 +48,16 @@ class ValidationSample(Section):
     seed: int | None = Field(None, description="Seed of this sample (0 is a seed); None takes the section's.")
     negative_prompt: str | None = Field(None, description="Negative prompt of this sample; None takes the section's.")
     noise: str | None = Field(None, description="Start noise from a safetensors file (latents named video, audio) instead of the seed.")
+
+    @field_validator("prompt", "negative_prompt")
+    @classmethod
+    def _readable(cls, text: str | None) -> str | None:
+        return text if text is None else readable(text)
+
+    @field_validator("seed")
+    @classmethod
+    def _possible(cls, seed: int | None) -> int | None:
+        return seed if seed is None else possible_seed(seed)
 
     @field_validator("conditions")
     @classmethod
@@ -75,6 +87,22 @@ class ValidationSample(Section):
     def frozen(self) -> str | None:
         """The stream that is given whole, if any."""
         return next((c.freezes for c in self.conditions if c.freezes), None)
+
+
+def possible_seed(seed: int) -> int:
+    """The seed; ValueError for one that no generator takes."""
+    if not SEEDS[0] <= seed <= SEEDS[1]:
+        raise ValueError(f"a seed is a whole number from {SEEDS[0]} to {SEEDS[1]}")
+    return seed
+
+
+def readable(text: str) -> str:
+    """The text; ValueError for half a character (a lone surrogate), which no tokenizer reads."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start + 1} is half of one (\\u{ord(text[error.start]):04x}); write the text anew") from error
+    return text
 
 
 @dataclass(frozen=True)
@@ -126,6 +154,16 @@ class ValidationSection(Section):
     decode: Literal["auto", "whole", "later"] = Field("auto", description="auto: tiles by free memory; whole: no tiles; later: keep latents, decode by hand.")
     contact_sheet: bool = Field(True, description="One labelled picture of step x prompt.")
 
+    @field_validator("negative_prompt")
+    @classmethod
+    def _readable(cls, text: str) -> str:
+        return readable(text)
+
+    @field_validator("seed")
+    @classmethod
+    def _possible(cls, seed: int) -> int:
+        return possible_seed(seed)
+
     @model_validator(mode="before")
     @classmethod
     def _legacy(cls, data: Any) -> Any:
@@ -142,8 +180,8 @@ class ValidationSection(Section):
         unknown = [name for name in self.set_by_hand if name not in MODEL_NUMBERS]
         if unknown:
             raise ValueError(f"set_by_hand: {unknown[0]} is none of {', '.join(MODEL_NUMBERS)}")
-        if self.sigmas is not None:
-            Schedule(self.sigmas)
+        if self.sigmas is not None and Schedule(self.sigmas).sigmas[-1] != 0:
+            raise ValueError(f"sigmas: the last one is {self.sigmas[-1]:g}, which leaves noise in the clip; end with 0")
         return self
 
     @property
@@ -181,12 +219,12 @@ class ValidationSection(Section):
     def video_grid(self, sample: ValidationSample, factors: VideoFactors) -> VideoGrid:
         """The latent grid of a sample; ConfigError for sizes that do not fit the VAE."""
         width, height, frames = sample.video_dims or self.video_dims
-        if width % factors.width or height % factors.height or frames % factors.time != 1 % factors.time:
+        if min(width, height, frames) < 1 or width % factors.width or height % factors.height or frames % factors.time != 1 % factors.time:
+            near = lambda value, unit, least: max(least, (value + unit // 2) // unit * unit)  # noqa: E731
             raise ConfigError(
                 "sample.dims",
-                f"video_dims {width}x{height}x{frames}: the sides must be multiples of {factors.width}, frames {factors.time}n+1.",
-                f"Nearest: {max(factors.width, width // factors.width * factors.width)}x{max(factors.height, height // factors.height * factors.height)}"
-                f"x{(frames - 1) // factors.time * factors.time + 1}.",
+                f"video_dims {width}x{height}x{frames}: the sides must be multiples of {factors.width}, frames {factors.time}n+1."[:118],
+                f"Nearest: {near(width, factors.width, factors.width)}x{near(height, factors.height, factors.height)}x{near(frames - 1, factors.time, 0) + 1}.",
             )
         return VideoGrid.of_pixels(width, height, frames, 24.0 if frames == 1 else self.frame_rate, factors)
 
@@ -194,6 +232,7 @@ class ValidationSection(Section):
         """Schedule and guidance for a model: its family's numbers, or those of distilled models, where none is set by hand.
 
         config: the checkpoint's config sections. num_layers: its blocks. tokens: of the sample, where the shift is for them.
+        Raises ConfigError for a block to skip that the model does not have.
         """
         own = self._numbers(family, distilled, num_layers)
         guidance = StreamGuidance(
@@ -201,6 +240,8 @@ class ValidationSection(Section):
             Guidance(own["audio_cfg_scale"], own["audio_stg_scale"], own["audio_modality_guidance_scale"], own["guidance_rescale"], self.cfg_star),
             own["stg_blocks"],
         )
+        if num_layers is not None and (guidance.video.stg or guidance.audio.stg):
+            guidance.blocks(num_layers)
         crf = family.sampling.image_crf if self.image_crf is None else self.image_crf
         shifted_for = tokens if own["schedule_tokens"] is None else own["schedule_tokens"]
         return Recipe(self._schedule(family, distilled, config, own["inference_steps"], shifted_for), guidance, crf)

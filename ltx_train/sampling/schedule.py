@@ -25,10 +25,15 @@ def sigma_schedule(
 
     linspace(1, 0), shifted by m = base_shift + (tokens - 1024) * (max_shift - base_shift) / 3072 to
     e^m / (e^m + 1/s - 1), then stretched so that the last level above 0 is ``terminal``. The official pipelines always
-    use the shift of 4096 tokens, whatever the clip's length.
+    use the shift of 4096 tokens, whatever the clip's length. Raises ConfigError where the shift is too strong for float64.
     """
     shift = base_shift + (tokens - 1024) * (max_shift - base_shift) / (4096 - 1024)
-    levels = [1 / (1 + math.exp(-shift) * (1 / s - 1)) for s in (1 - i / steps for i in range(steps))]
+    levels = [1 / (1 + math.exp(-shift) * (1 / s - 1)) if shift < 700 else 1.0 for s in (1 - i / steps for i in range(steps))]
+    if levels[-1] >= 1 and steps > 1 or not all(a > b for a, b in zip(levels, levels[1:])):
+        raise ConfigError(
+            "sampling.tokens", f"schedule_tokens {tokens}: the shift for so many tokens leaves no falling noise levels."[:118],
+            "Set validation.schedule_tokens to 4096, which LTX-2 and later use at every size, or make the clip smaller.",
+        )  # fmt: skip
     if stretch and steps > 1:
         scale = (1 - levels[-1]) / (1 - terminal)
         levels = [1 - (1 - s) / scale for s in levels]
@@ -48,7 +53,7 @@ class Schedule:
         if len(self.sigmas) < 2 or not falling or not 0 < self.sigmas[0] <= 1 or self.sigmas[-1] < 0:
             raise ConfigError(
                 "sampling.schedule",
-                f"{list(self.sigmas)[:4]}... is no schedule of noise levels.",
+                f"sigmas {list(self.sigmas[:4])}{'...' if len(self.sigmas) > 4 else ''}: no schedule of noise levels."[:118],
                 "Give falling numbers in 0..1, ending with 0, such as 1.0, 0.9, 0.5, 0.0.",
             )
 

@@ -205,11 +205,24 @@ def carry_out(found):
     return [run.path / e.path for e in run.events(0).events if isinstance(e, SampleEvent)]
 
 
-@pytest.mark.parametrize("fields", [{"video_dims": [64, 63, 9]}, {"video_dims": [64, 64, 8]}])
+@pytest.mark.parametrize("fields", [{"video_dims": [64, 63, 9]}, {"video_dims": [64, 64, 8]}, {"stg_blocks": [99]}])
 def test_an_impossible_sample_is_told_before_a_text_encoder_is_read(home, tmp_path, monkeypatch, fields):
     monkeypatch.setattr(EngineCodec, "encode_text", lambda *_: pytest.fail("the encoder was read first"))
-    with pytest.raises(ConfigError, match="video_dims"):
+    with pytest.raises(ConfigError, match=next(iter(fields))):
         carry_out(sample_job(home, tmp_path / "out", **fields))
+
+
+def test_an_impossible_preview_is_told_before_the_dataset_is_encoded(home, tmp_path, monkeypatch):
+    monkeypatch.setattr("ltx_train.parts.open_data", lambda *_: pytest.fail("the dataset was opened first"))
+    with pytest.raises(ConfigError, match="stg_blocks"):
+        train(job(home, tmp_path / "run", {**PREVIEW, "stg_blocks": [99]}))
+
+
+def test_a_sample_that_is_no_number_is_said_so(home, tmp_path):
+    with pytest.raises(LtxTrainError, match="1 of 1 samples failed"):
+        carry_out(sample_job(home, tmp_path / "out", video_cfg_scale=1e30, audio_cfg_scale=1e30))
+    (warning,) = [e for e in RunDir(tmp_path / "out").events(0).events if isinstance(e, WarningEvent)]
+    assert "no finite numbers" in warning.message and not list((tmp_path / "out" / "samples").glob("step*"))
 
 
 @pytest.mark.parametrize("fields, suffix", [({}, ".mp4"), ({"video_dims": [64, 64, 1]}, ".png"), ({"generate_video": False}, ".wav")])

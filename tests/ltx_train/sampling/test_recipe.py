@@ -141,6 +141,29 @@ def test_grid_of_a_sample():
     assert caught.value.code == "sample.dims" and "960x544x89" in caught.value.hint
 
 
+@pytest.mark.parametrize("dims, near", [((64, 63, 8), "64x64x9"), ((0, 64, 9), "32x64x9"), ((64, -64, 9), "64x32x9"), ((64, 64, -7), "64x64x1"), ((64, 64, 0), "64x64x1")])
+def test_sizes_below_one_are_refused_with_the_nearest_that_is_allowed(dims, near):
+    with pytest.raises(ConfigError) as caught:
+        read(video_dims=dims).video_grid(ValidationSample(prompt="a"), VideoFactors())
+    assert near in caught.value.hint
+
+
+@pytest.mark.parametrize("fields, said", [
+    ({"seed": 2**64}, "a seed is"), ({"samples": [{"prompt": "a", "seed": -(2**63) - 1}]}, "a seed is"), ({"sigmas": [1.0, 0.5]}, "end with 0"),
+    ({"negative_prompt": "a\ud800"}, "character 2"), ({"samples": [{"prompt": "\udc00"}]}, "character 1"),
+])  # fmt: skip
+def test_values_that_no_sample_can_be_made_with(fields, said):
+    with pytest.raises(ValidationError, match=said):
+        read(**fields)
+    read(seed=-1, samples=[{"prompt": "", "seed": 2**64 - 1}])
+
+
+def test_a_shift_that_leaves_no_noise_levels():
+    for tokens in (200_000, 10**9):
+        with pytest.raises(ConfigError, match=f"schedule_tokens {tokens}"):
+            read(schedule_tokens=tokens).recipe(FAMILIES["ltx2.3"])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_numbers_follow_the_model(name):
     family = FAMILIES[name]
@@ -182,6 +205,7 @@ def test_sampler_and_schedule_by_choice():
 def test_stg_block_of_a_model_of_another_depth():
     assert ValidationSection().recipe(FAMILIES["ltx2.3"], num_layers=3).guidance.stg_blocks == (1,)
     assert ValidationSection().recipe(FAMILIES["ltx2.3"], num_layers=48).guidance.stg_blocks == (28,)
-    by_hand = read(stg_blocks=[28]).recipe(FAMILIES["ltx2.3"], num_layers=3).guidance
-    with pytest.raises(ConfigError, match="no block 28"):
-        by_hand.blocks(3)
+    for blocks in ([28], [-1]):
+        with pytest.raises(ConfigError, match=f"no block {blocks[0]}"):
+            read(stg_blocks=blocks).recipe(FAMILIES["ltx2.3"], num_layers=3)
+    read(stg_blocks=[28], video_stg_scale=0, audio_stg_scale=0).recipe(FAMILIES["ltx2.3"], num_layers=3)  # not used
