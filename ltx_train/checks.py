@@ -28,7 +28,7 @@ from .run_setup import find_run
 from .sampling.recipe import ValidationSection
 from .trained_weights import newest_weights, other_family
 from .training.parallel import single_device
-from .training_data import check_family
+from .training_data import check_family, check_prior, check_roles
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -64,25 +64,31 @@ def check_packages(config: TrainConfig) -> list[str]:
 def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
     """The dataset's report, or the cache that is given; the mode is checked against every size there is."""
     strategy, section = config.training_strategy, config.data
-    if strategy.streams().audio == "frozen" and not checkpoint.family.audio:
+    streams = strategy.streams()
+    sound_may_go = streams.audio == "absent" or streams.video == streams.audio == "generated"  # it is left out where there is none
+    if not sound_may_go and not checkpoint.family.audio:
         raise ConfigError("mode.no_audio_model", f"{checkpoint.family.title} has no sound; the strategy needs it.", "Use LTX-2, 2.3 or 2.5, or another mode.")
     audio = checkpoint.audio_grid if checkpoint.family.audio else None
     if not section.all_sources():
         dataset = open_dataset(section.data_root(), factors=checkpoint.video_factors, audio_grid=audio, index=section.index, directories=strategy.directories())
         check_family(dataset, checkpoint)
+        check_roles(strategy, dataset)
+        check_prior(config, dataset)
+        if dataset.audio_coverage() == 0 and not sound_may_go:
+            strategy.check_sound(len(dataset), len(dataset))
         absent = dataset.missing() if hasattr(dataset, "missing") else []
         if absent:
             raise DataError("cache.missing", f"The cache lacks {len(absent)} entries that its index names.", "Preprocess the dataset again; what is there is kept.")
         first = dataset.item(0)
         strategy.check({m: latents.grid for m in strategy.streams().present if (latents := getattr(first, m)) is not None})
         return [f"data: {len(dataset)} encoded clips, {dataset.audio_coverage():.0%} with sound"]
-    wants_sound = strategy.streams().audio != "absent" and checkpoint.family.audio
+    wants_sound = streams.audio != "absent" and checkpoint.family.audio
     report = report_on(section, Target.of(checkpoint), strategy.required_roles(), with_audio=wants_sound)
     usable_or_raise(report)
     for grids in _grids(report, checkpoint, audio if wants_sound else None):
         strategy.check(grids)
     sounding = sum(p.sound is not None for p in report.plans)
-    if wants_sound and not (strategy.streams().video == "generated" and strategy.streams().audio == "generated"):
+    if not sound_may_go:
         strategy.check_sound(len(report.plans), len(report.plans) - sounding)
     silent = [] if wants_sound or strategy.streams().audio == "absent" else [f"{checkpoint.family.title} has no sound: only video is trained"]
     return _said(config, report, sounding) + silent

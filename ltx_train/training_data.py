@@ -38,6 +38,8 @@ def open_data(config: TrainConfig, checkpoint: Checkpoint, live: LiveRun, parall
     )  # fmt: skip
     check_family(dataset, checkpoint)
     dataset, held = hold_out(config, strategy, checkpoint, dataset, live)
+    for part in (dataset, *([held] if held is not None else [])):
+        check_roles(strategy, part)
     check_prior(config, dataset)
     return TrainingData(dataset, held, settle_sound(strategy, dataset, checkpoint, live))
 
@@ -74,8 +76,25 @@ def check_family(dataset: TrainingDataset, checkpoint: Checkpoint) -> None:
         )  # fmt: skip
 
 
+def check_roles(strategy: TrainingStrategySection, dataset: TrainingDataset) -> None:
+    """Refuse a cache of ours whose clips lack a reference or mask that the strategy needs (the official layout's reader passes over such samples)."""
+    manifest = getattr(dataset, "manifest", None)
+    if manifest is None:
+        return
+    for role, folder in strategy.directories().items():
+        lacking = [e.id for e in manifest.entries if role not in e.roles]
+        if lacking and role not in ("video", "audio"):
+            raise DataError(
+                "data.role_missing", f"{len(lacking)} of {len(manifest.entries)} encoded clips have no {role}, which training_strategy needs.",
+                f"The first is {lacking[0]}. Give the dataset a column or folder {role} and encode it again, or take that condition ({folder}) out.",
+            )  # fmt: skip
+
+
 def check_prior(config: TrainConfig, dataset: TrainingDataset) -> None:
-    """Refuse clips that train towards the base model's prediction where the base model itself is changed."""
+    """Refuse clips that train towards the base model's prediction where the base model itself is changed, or where there are no others."""
+    manifest = getattr(dataset, "manifest", None)
+    if manifest is not None and all(e.regularisation == "prior" for e in manifest.entries):
+        raise ConfigError("data.only_prior", "Every clip is there for prior preservation: there is nothing to learn.", "Add a source without regularisation: prior.")
     if config.model.training_mode == "full" and getattr(dataset, "has_prior", bool)():
         raise ConfigError(
             "full.prior", "Prior preservation needs the base model, which full fine-tuning changes.",

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,15 @@ def test_prior_clips_cost_nothing_while_the_adapter_changes_nothing(home, tmp_pa
 def test_prior_clips_are_refused_where_there_is_no_base_model_left(home, tmp_path, mixed):
     with pytest.raises(ConfigError, match="full fine-tuning changes"):
         train(home.config(tmp_path / "run", data=mixed("prior"), model={"training_mode": "full"}))
+
+
+def test_a_dataset_of_prior_clips_alone_is_refused(home, tmp_path, mixed):
+    data = mixed("prior")
+    manifest = Manifest.read(Path(data["preprocessed_data_root"]) / data["index"])
+    entries = tuple(replace(e, regularisation="prior") for e in manifest.entries)
+    Cache(Path(data["preprocessed_data_root"])).write_index(replace(manifest, entries=entries), "index_alone.json")
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        train(home.config(tmp_path / "run", data={**data, "index": "index_alone.json"}))
 
 
 def test_captions_dropped_in_one_stream_reach_the_network(home, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from ltx_train.checks import check_config
 from ltx_train.config import TrainConfig
 from ltx_train.data.cache import Cache
 from ltx_train.data.manifest import Manifest
-from ltx_train.errors import ConfigError, DataError
+from ltx_train.errors import ConfigError, DataError, LtxTrainError
 from ltx_train.runs.events import WarningEvent
 from ltx_train.tiny import media
 from tests.end_to_end.corridor import train
@@ -178,6 +178,28 @@ def test_a_check_refuses_memory_settings_that_do_not_go_with_the_adapter(home, t
     with pytest.raises(ConfigError) as caught:
         check_config(home.config(tmp_path / "run", data={"preprocessed_data_root": str(encoded)}, **sections))
     assert caught.value.code == code
+
+
+AUDIO_ALONE, TWO_REFERENCES = {"name": "flexible", "audio": MADE}, {"name": "flexible", "video": on(MADE, {"type": "reference"}, {"type": "reference"})}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "family", "silent", "code"),
+    [
+        (TWO_REFERENCES, "ltx2.3", False, "data.role_missing"),
+        ({"name": "flexible", "video": on(MADE, {"type": "keyframe_tokens"})}, "ltx2.3", False, "data.role_missing"),
+        (AUDIO_ALONE, "ltx2.3", True, "mode.silent_clips"),
+        (AUDIO_ALONE, "ltxv-2b", False, "mode.no_audio_model"),
+    ],
+)
+def test_a_check_and_a_training_refuse_data_that_lacks_what_the_mode_needs(home, tmp_path, strategy, family, silent, code):
+    """Before the transformer is loaded: the check, which reads headers alone, and the training say the same."""
+    data = {"preprocessed_data_root": str(home.cache(family, home.silent if silent else None))}
+    config = home.config(tmp_path / "run", family, training_strategy=strategy, data=data)
+    for look in (check_config, train):
+        with pytest.raises(LtxTrainError) as caught:
+            look(config)
+        assert caught.value.code == code and len(caught.value.message) < 120
 
 
 def test_starting_from_a_lora_of_another_family_is_told(home, tmp_path):
