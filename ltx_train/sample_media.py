@@ -17,6 +17,7 @@ from .data.media import cell_means, read_clip
 from .data.probe import Probe, probe
 from .data.sound import read_sound
 from .data.sources import Sample
+from .encode import fit_steps
 from .errors import DataError
 from .geometry import AudioGrid, Latents, VideoFactors, VideoGrid, patchify, pool_mask, unpatchify
 from .models.codec import Codec
@@ -53,7 +54,7 @@ def encode_need(need: MediaNeed, video_grid: VideoGrid, audio_grid: AudioGrid | 
         steps = audio_grid.of_seconds(wave.shape[1] / rate).steps
         if need.kind == "audio_mask":
             return (F.adaptive_max_pool1d(wave.abs().amax(0)[None, None], steps)[0] > 0.5).float()
-        latents = codec.encode_audio(wave[None], rate)
+        latents = fit_steps(codec.encode_audio(wave[None], rate), steps)  # as a dataset's sounds are
         return Latents(latents, replace(audio_grid, steps=latents.shape[2]))
     frames = read_frames(need, found, video_grid.fps, factors)
     if need.kind == "video_mask":

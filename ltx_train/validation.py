@@ -271,7 +271,7 @@ class Validator:
 
 
 def plan_samples(section: ValidationSection, checkpoint: Checkpoint) -> list[tuple[tuple[str, ...], VideoGrid, Recipe]]:
-    """Streams, grid and recipe of each sample. Raises ConfigError for settings that cannot work; reads headers alone."""
+    """Streams, grid and recipe of each sample. Raises ConfigError or DataError for settings that cannot work; reads headers alone."""
     missing = section.missing_files()
     if missing:
         raise ConfigError("validation.file", f"There is no file {missing[0].name} for a validation sample."[:118], f"Named: {', '.join(map(str, missing))}.")
@@ -282,6 +282,10 @@ def plan_samples(section: ValidationSection, checkpoint: Checkpoint) -> list[tup
     for sample in section.samples:
         streams, grid = section.streams_of(sample, has_audio=config.has_audio), section.video_grid(sample, checkpoint.video_factors)
         recipe = section.recipe(checkpoint.family, distilled=checkpoint.distilled, config=checkpoint.config, num_layers=config.num_layers, tokens=grid.tokens)
+        for condition in sample.conditions:
+            if condition.modality not in streams:
+                raise ConfigError("sample.stream", f"{condition.type}: this sample makes no {condition.modality}.", f"Generate {condition.modality}, or leave the condition out.")
+            condition.check(checkpoint.audio_grid.of_seconds(grid.seconds) if condition.modality == "audio" else grid)
         plans.append((streams, grid, recipe))
     return plans
 

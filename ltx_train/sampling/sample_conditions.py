@@ -240,8 +240,8 @@ class SuffixSample(_RunSample):
 
     def _slices(self, frames: int, time: int) -> int:
         if self.num_frames is not None and frames % time:
-            near = frames // time * time
-            raise DataError("sample.frames", f"suffix: {frames} frames are not {time}n.", f"Nearest: {max(near, time)} or {near + time}.")
+            near = max(frames // time, 1) * time
+            raise DataError("sample.frames", f"suffix: {frames} frames are not {time}n.", f"Nearest: {near} or {near + time}.")
         return max(frames // time, 1)
 
     def needs(self, grid: Grid) -> tuple[MediaNeed, ...]:

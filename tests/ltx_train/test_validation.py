@@ -33,6 +33,7 @@ from ltx_train.runs.run_dir import RunDir
 from ltx_train.sample_job import run as run_sample_job
 from ltx_train.text import Context
 from ltx_train.tiny.checkpoints import open_tiny
+from ltx_train.tiny.media import tone, write_pcm
 from tests.end_to_end.corridor import Home, train
 
 STEPS = 2
@@ -216,6 +217,26 @@ def test_an_impossible_preview_is_told_before_the_dataset_is_encoded(home, tmp_p
     monkeypatch.setattr("ltx_train.parts.open_data", lambda *_: pytest.fail("the dataset was opened first"))
     with pytest.raises(ConfigError, match="stg_blocks"):
         train(job(home, tmp_path / "run", {**PREVIEW, "stg_blocks": [99]}))
+
+
+@pytest.mark.parametrize("fields, condition, said", [
+    ({}, {"type": "keyframe", "frame": 9}, "frame 9"), ({}, {"type": "suffix", "num_frames": 1}, "not 8n"), ({}, {"type": "prefix", "num_frames": 9}, "leave nothing"),
+    ({"generate_video": False}, {"type": "first_frame"}, "no video"), ({"generate_audio": False}, {"type": "prefix", "duration": 0.1}, "no audio"),
+])  # fmt: skip
+def test_a_condition_that_no_sample_can_have_is_told_first(home, tmp_path, fields, condition, said):
+    file = tmp_path / "x"
+    file.touch()
+    name = {"keyframe": "image", "first_frame": "image_or_video"}.get(condition["type"], "audio" if "duration" in condition else "video")
+    section = sample_job(home, tmp_path, samples=[{"prompt": "a", "conditions": [{**condition, name: str(file)}]}], **fields).validation
+    with pytest.raises((ConfigError, DataError), match=said):
+        validation.plan_samples(section, open_tiny(home.model("ltx2.3")))
+
+
+def test_video_to_a_given_sound_that_is_longer_than_it(home, tmp_path):
+    write_pcm(tmp_path / "long.wav", tone(1.0, 44100, (330.0, 550.0)), 44100)
+    files = carry_out(sample_job(home, tmp_path / "out", samples=[{"prompt": "a", "conditions": [{"type": "audio_to_video", "audio": str(tmp_path / "long.wav")}]}], decode="later"))
+    sound = read_kept(files[0].with_name("step_000000_1.audio.latent"))
+    assert sound.values.shape[2] == sound.grid.steps == 9 and sound.values.std() > 0  # of 9 frames
 
 
 def test_a_sample_that_is_no_number_is_said_so(home, tmp_path):
