@@ -28,7 +28,7 @@ from .run_setup import find_run
 from .sampling.recipe import ValidationSection
 from .trained_weights import newest_weights, other_family
 from .training.parallel import single_device
-from .training_data import check_family, check_prior, check_roles
+from .training_data import check_family, check_prior, check_roles, check_sizes
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -79,8 +79,7 @@ def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
         absent = dataset.missing() if hasattr(dataset, "missing") else []
         if absent:
             raise DataError("cache.missing", f"The cache lacks {len(absent)} entries that its index names.", "Preprocess the dataset again; what is there is kept.")
-        first = dataset.item(0)
-        strategy.check({m: latents.grid for m in strategy.streams().present if (latents := getattr(first, m)) is not None})
+        check_sizes(strategy, dataset)
         return [f"data: {len(dataset)} encoded clips, {dataset.audio_coverage():.0%} with sound"]
     wants_sound = streams.audio != "absent" and checkpoint.family.audio
     report = report_on(section, Target.of(checkpoint), strategy.required_roles(), with_audio=wants_sound)

@@ -227,7 +227,7 @@ def settle_memory(config: TrainConfig, checkpoint: Checkpoint, dataset: Training
 def build_feed(
     config: TrainConfig, strategy: TrainingStrategySection, dataset: TrainingDataset, contexts: ContextStore, live: LiveRun, parallel: Parallel, empty_text: str | None = None
 ) -> Feed:
-    """The sampler and the batches; the mode is checked against the first clip's size."""
+    """The sampler and the batches."""
     optimization = config.optimization
     stages = [Stage(s.from_step, s.max_tokens) for s in config.data.stages]
     sampler = BucketSampler(
@@ -240,9 +240,6 @@ def build_feed(
         dataset, sampler, contexts, workers=config.data.num_dataloader_workers, rank=parallel.rank, world=parallel.world,
         caption_dropout=config.data.caption_dropouts, with_audio="audio" in streams, empty_text=empty_text, warn=live.warn,
     )  # fmt: skip
-    first = batches.get(0, 0)
-    grids = {m: latents.grid for m in streams if (latents := getattr(first, m)) is not None}
-    strategy.check(grids)
     return Feed(batches, sampler, parallel)
 
 

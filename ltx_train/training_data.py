@@ -41,7 +41,10 @@ def open_data(config: TrainConfig, checkpoint: Checkpoint, live: LiveRun, parall
     for part in (dataset, *([held] if held is not None else [])):
         check_roles(strategy, part)
     check_prior(config, dataset)
-    return TrainingData(dataset, held, settle_sound(strategy, dataset, checkpoint, live))
+    strategy = settle_sound(strategy, dataset, checkpoint, live)
+    for part in (dataset, *([held] if held is not None else [])):
+        check_sizes(strategy, part)
+    return TrainingData(dataset, held, strategy)
 
 
 def hold_out(
@@ -88,6 +91,24 @@ def check_roles(strategy: TrainingStrategySection, dataset: TrainingDataset) -> 
                 "data.role_missing", f"{len(lacking)} of {len(manifest.entries)} encoded clips have no {role}, which training_strategy needs.",
                 f"The first is {lacking[0]}. Give the dataset a column or folder {role} and encode it again, or take that condition ({folder}) out.",
             )  # fmt: skip
+
+
+def check_sizes(strategy: TrainingStrategySection, dataset: TrainingDataset) -> None:
+    """Refuse a mode that cannot work on some size that the clips have: of each, one clip is looked at (one with sound where there is one).
+
+    A clip that is given as a whole would cost nothing and teach nothing, at whatever step it comes.
+    """
+    entries = getattr(getattr(dataset, "manifest", None), "entries", None)
+    found: dict[str, int] = {}
+    for index, unit in enumerate(dataset.units()):
+        if unit.group not in found or (entries is not None and entries[index].audio and not entries[found[unit.group]].audio):
+            found[unit.group] = index
+    for index in found.values():
+        item = dataset.item(index)
+        try:
+            strategy.check({m: latents.grid for m in strategy.streams().present if (latents := getattr(item, m)) is not None})
+        except ConfigError as error:
+            raise ConfigError(error.code, error.message, f"{error.hint} Such a clip is {item.id}.".strip()) from error
 
 
 def check_prior(config: TrainConfig, dataset: TrainingDataset) -> None:

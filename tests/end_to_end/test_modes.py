@@ -1,14 +1,16 @@
 """Every mode on every family that has it: two steps, the right modules, clean tokens that cost nothing, the plain loss."""
 
+import shutil
 from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from ltx_train.checks import check_config
 from ltx_train.conditioning.modes import MODES
 from ltx_train.conditioning.state import LatentState
-from ltx_train.errors import DataError
+from ltx_train.errors import ConfigError, DataError
 from ltx_train.models.families import FAMILIES
 from ltx_train.training.step import TrainStep
 from tests.end_to_end.corridor import TINY_FAMILIES, train
@@ -31,6 +33,20 @@ def cases():
         for family in TINY_FAMILIES:
             if FAMILIES[family].audio or mode.audio is None:
                 yield pytest.param(mode.name, family, id=f"{mode.name}-{family}")
+
+
+def test_every_size_of_the_data_is_checked_whichever_comes_first(home, tmp_path):
+    """Stills among clips: a given first latent frame is all of a still, which would then cost nothing and teach nothing."""
+    for source in (home.clips, home.stills):
+        shutil.copytree(source, tmp_path / "mixed", dirs_exist_ok=True)
+    cache = str(home.cache("ltx2.3", tmp_path / "mixed", "64x64x17;64x64x1"))
+    strategy = {"name": "flexible", "video": {"is_generated": True, "conditions": [{"type": "prefix", "temporal_boundary": 1}]}}
+    for seed in (0, 1):  # one begins with a clip, one with a still
+        config = home.config(tmp_path / f"{seed}", training_strategy=strategy, seed=seed, data={"preprocessed_data_root": cache}, optimization={"batch_size": 1})
+        for look in (check_config, train):
+            with pytest.raises(ConfigError) as caught:
+                look(config)
+            assert caught.value.code == "condition.covers_all" and "p0.png" in caught.value.hint
 
 
 @contextmanager
