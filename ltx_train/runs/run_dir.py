@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -209,12 +210,12 @@ class RunDir:
             return None
         except (OSError, ValueError):
             details = {}  # dropped by hand, such as with `touch`
-        path.unlink(missing_ok=True)
+        _drop(path)
         return details if isinstance(details, dict) else {}
 
     def clear_requests(self) -> None:
         for control in CONTROLS:
-            (self.control / control).unlink(missing_ok=True)
+            _drop(self.control / control)
 
     # -- reading --
 
@@ -234,6 +235,14 @@ class RunDir:
         except FileNotFoundError:
             return []
         return [line.rstrip().rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n") if line.strip()][-lines:]
+
+
+def _drop(path: Path) -> None:
+    """Remove a control file, or a folder that somebody made of its name: neither may end a training."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_name(name: str) -> str:

@@ -85,6 +85,8 @@ def test_control_files_are_asked_and_taken_once(run):
     assert run.take_request("stop") is None
     (run.control / "save").touch()
     assert run.take_request("save") == {}
+    (run.control / "sample" / "inside").mkdir(parents=True)  # a folder of that name does not end a training
+    assert run.take_request("sample") == {} and not run.requested("sample")
     run.request("sample")
     run.clear_requests()
     assert not run.requested("sample")
