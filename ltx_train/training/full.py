@@ -75,8 +75,8 @@ class FullWeights(Trainable):
         self.publish()
 
     def warm_start(self, path: Path) -> str:
-        """See :class:`Trainable`: a model file, ours or the official trainer's. Raises ConfigError when it does not fit."""
-        names = list(LazyTensors(path))
+        """See :class:`Trainable`: a model file, ours or the official trainer's. Raises CheckpointError for a damaged file, ConfigError when it does not fit."""
+        names = list(SafetensorsFile.open(path).spans)
         prefix = next(p for p in PREFIXES if any(n.startswith(f"{p}transformer_blocks.") for n in names) or not p)
         self.load_state_dict(_Renamed(LazyTensors(path), prefix, set(self.masters)))
         return f"{len(self.masters)} tensors taken over"

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ltx_train.config import TrainConfig
-from ltx_train.errors import ConfigError
+from ltx_train.errors import CheckpointError, ConfigError
 from ltx_train.models.checkpoint import Checkpoint
 from ltx_train.models.transformer import load_transformer
 from ltx_train.runs.events import LoraEvent, SampleEvent, StatisticsEvent, StepEvent
@@ -115,6 +115,14 @@ def test_warm_start_from_a_model_file(home, tmp_path, alone, prefix):
     save_file(tensors, path)
     done = train(full(home, tmp_path / "run", steps=1, optimization={"learning_rate": 1e-12}, model={"load_checkpoint": str(path)}))
     assert furthest(done.snapshot, {"weights": alone.snapshot["ema"]}) < 1e-9 and "full.warm_start" in done.warnings
+
+
+def test_a_damaged_file_to_start_from_is_refused(home, tmp_path):
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(home.model("ltx2.3")["model"].read_bytes()[:5000])
+    with pytest.raises(CheckpointError) as caught:
+        train(full(home, tmp_path / "run", steps=1, model={"load_checkpoint": str(path)}))
+    assert "cut.safetensors" in caught.value.message
 
 
 def test_what_cannot_be_sharded_is_refused_with_its_reason(home, tmp_path):
