@@ -117,7 +117,7 @@ def check_combination(section: AccelerationSection, *, frozen: bool, own_layers:
     """Refuse by name, before anything is loaded, what cannot go together."""
     streams = section.stream_blocks not in ("auto", 0)
     if section.accumulate_together not in ("auto", 1):
-        with_what = "the adapter kinds lora and rslora only" if not (frozen and own_layers) else "no dropout" if dropout else None
+        with_what = "LoRA training only" if not frozen else "the adapter kinds lora and rslora only" if not own_layers else "no dropout" if dropout else None
         if with_what is not None:
             raise ConfigError("memory.together", f"acceleration.accumulate_together goes with {with_what}.", "Set accumulate_together: 1, or change the other setting.")
     if not frozen and (streams or section.offload_activations == "on"):
