@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -82,17 +83,19 @@ def run_step(options: argparse.Namespace) -> int:
 
 
 def run_numerics(options: argparse.Namespace) -> int:
+    import time
+
     import torch
 
     from ..bench.numerics import WEIGHTS, compare
-    from ..bench.step import StepCase, line
+    from ..bench.step import StepCase, card_name, line
 
     size = "128x64x9" if options.tiny and options.size == "512x320x25" else options.size
     case = StepCase(size=size, rank=options.rank, family=options.family, tiny=options.tiny)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
     for weights in (options.weights,) if options.weights else WEIGHTS:
         for record in compare(case, device, weights, options.only):
-            show(line({**record, "command": command_of(options)}), options.out)
+            show(line({**record, "card": card_name(device), "command": command_of(options), "date": time.strftime("%Y-%m-%d")}), options.out)
     return 0
 
 
@@ -150,7 +153,7 @@ def run_autotune(options: argparse.Namespace) -> int:
 def command_of(options: argparse.Namespace) -> str:
     """The command line as it was given, without the file for the records."""
     shown = [word for word in sys.argv[1:] if word not in ("--out", str(options.out))]
-    return "python -m ltx_train " + " ".join(word or '""' for word in shown)
+    return "python -m ltx_train " + shlex.join(shown)
 
 
 def show(text: str, file: Path | None) -> None:
