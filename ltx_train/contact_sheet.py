@@ -99,9 +99,14 @@ def draw(sheet: Sheet) -> Image:
     return canvas
 
 
+MOST_LETTERS = 500
+"""Of a prompt, more than a row has room for: measuring them takes time."""
+
+
 def _prompt(pen: ImageDraw, number: int, prompt: str, top: int, height: int) -> None:
     """The row's number and prompt, wrapped and cut to the row's height."""
-    lines = _wrapped(f"{number}. {prompt or '(empty prompt)'}", _font(14), _TEXT - 3 * _GAP)
+    words = " ".join(prompt[:MOST_LETTERS].split())
+    lines = _wrapped(f"{number}. {words or '(empty prompt)'}", _font(14), _TEXT - 3 * _GAP)
     room = max(1, height // 18)
     if len(lines) > room:
         lines = [*lines[: room - 1], lines[room - 1][:-3] + "..."]
