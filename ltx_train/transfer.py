@@ -27,6 +27,13 @@ def locked(tensor: Tensor) -> Tensor:
         return tensor
 
 
+def mark(device: torch.device) -> torch.cuda.Event:
+    """A mark after all the work that a CUDA device has been given so far, with the time at which it is passed."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class Reading:
     """Numbers of a device tensor on their way to the host: asked for now, read later."""
 
@@ -38,11 +45,15 @@ class Reading:
             return
         self._host = locked(torch.empty(values.shape, dtype=values.dtype))
         self._host.copy_(values.detach(), non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(values.device))
+        self._event = mark(values.device)
 
     def get(self) -> list[float]:
         """The numbers; waits until they have arrived, not for what was launched after them."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
+
+    def seconds_since(self, begun: torch.cuda.Event) -> float:
+        """Seconds from a :func:`mark` to these numbers, as the device passed both; they must have been read."""
+        assert self._event is not None, "numbers of the host have no place among a device's work"
+        return begun.elapsed_time(self._event) / 1000

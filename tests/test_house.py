@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("conditioning", "lora", "memory"),
     ("training", "sampling"),
     ("config",),
-    ("preprocess", "encode", "planner", "autotune", "launch", "spawn", "environment", "contexts", "validation", "parts", "training_data", "trained_weights", "run_setup", "decode", "network", "sample_media", "sample_job", "room", "contact_sheet", "held_out", "fields", "checks", "parking", "saves"),
+    ("preprocess", "encode", "planner", "autotune", "launch", "spawn", "environment", "contexts", "validation", "parts", "training_data", "trained_weights", "run_setup", "decode", "network", "sample_media", "sample_job", "room", "contact_sheet", "held_out", "fields", "checks", "parking", "saves", "step_report"),
     ("trainer",),
     ("worker", "bootstrap", "captioner", "controls", "tools", "doctor", "doctor_probes", "doctor_report", "doctor_job", "tiny", "bench"),
     ("__main__", "cli", "demo", "demo_chart"),

@@ -198,6 +198,30 @@ def test_nan_in_a_base_weight_ends_the_run(home, tmp_path, cache):
     assert all(torch.isfinite(t).all() for t in load_file(done.lora).values())
 
 
+def test_a_run_that_ends_in_bad_steps_says_so(home, tmp_path, cache):
+    """Fewer than end it by themselves: good weights are saved and it is told; where no step was good, it has failed and saves nothing."""
+
+    def spoil(self):
+        with torch.no_grad():
+            self.parts.step.transformer.transformer_blocks[0].attn1.to_q.weight.fill_(math.nan)
+
+    done = train(settings(home, tmp_path / "run", cache, steps=3), lambda live: reached_into(live, 2, spoil))
+    assert done.warnings == ["step.not_finite"] * 2 + ["step.last_skipped"] and done.lora is not None
+    with pytest.raises(LtxTrainError, match="All 2 steps") as caught:
+        train(settings(home, tmp_path / "none", cache, steps=2), lambda live: reached_into(live, 1, spoil))
+    assert caught.value.code == "step.diverged" and not list((tmp_path / "none" / "checkpoints").glob("*"))
+
+
+def test_a_sample_that_cannot_be_made_now(home, tmp_path, cache):
+    """Asked of a run without previews, it is told; the run goes on."""
+
+    def ask(self):
+        (self.live.dir.path / "control" / "sample").write_text("{}")
+
+    done = train(settings(home, tmp_path / "run", cache, steps=3), lambda live: reached_into(live, 1, ask))
+    assert done.warnings == ["sample.none"] and len(done.losses) == 3
+
+
 # -- data --
 
 
