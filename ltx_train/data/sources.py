@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,15 +12,9 @@ from pydantic import Field, InstanceOf, model_validator
 
 from ..errors import DataError
 from ..section import Section
+from .columns import COLUMNS, cell, cell_path, is_file, names_media, number_in, relative_name
 from .findings import Finding
-from .listing import (
-    CAPTION_NAMES,
-    MEDIA_EXTENSIONS,
-    Listing,
-    Pairing,
-    kohya_repeats,
-    stems_of,
-)
+from .listing import MEDIA_EXTENSIONS, Listing, Pairing, kohya_repeats, stems_of
 from .texts import Text, caption_words, clean_prefix, read_rows, read_text, written_text
 
 if TYPE_CHECKING:
@@ -30,17 +22,6 @@ if TYPE_CHECKING:
 
 ROLES = ("audio", "reference_video", "reference_audio", "video_mask", "audio_mask")
 """The media a sample may have beside its clip."""
-
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "video": ("video", "media_path", "video_path", "media", "path", "file_path", "file", "file_name", "filename", "image", "image_path"),
-    "audio": ("audio", "audio_path"),
-    "reference_video": ("reference_video", "ref_media_path", "reference_path", "reference", "reference_image", "control_path", "control"),
-    "reference_audio": ("reference_audio", "ref_audio_path"),
-    "video_mask": ("video_mask", "mask_path", "mask"),
-    "audio_mask": ("audio_mask",),
-    "caption": CAPTION_NAMES,
-}
-"""Column names of each role, the official one first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,16 +199,16 @@ class TableSource(DatasetSource):
         findings = [Finding("row.broken", row.fault)] if row.fault else []
         if text.guessed:
             findings.append(Finding("caption.guessed_encoding", f"{path.name} is not UTF-8; read as {text.encoding}"))
-        media = _cell_path(path, row.columns, "video", self.columns.get("video"))
-        roles = {role: found for role in ROLES if (found := _cell_path(path, row.columns, role, self.columns.get(role)))}
+        media = cell_path(path, row.columns, "video", self.columns.get("video"))
+        roles = {role: found for role in ROLES if (found := cell_path(path, row.columns, role, self.columns.get(role)))}
         if media is None:
             media = roles.pop("audio", None)  # a sound of its own
         if media is None and not row.fault:
             findings.append(Finding("row.no_media", f"row {row.number} names no media file"))
-        if media is not None and not _is_file(media):
+        if media is not None and not is_file(media):
             findings.append(Finding("media.missing", f"there is no file {media}"))
-        findings += [Finding("role.missing", f"{role}: there is no file {file}") for role, file in roles.items() if not _is_file(file)]
-        name = _relative(media, path.parent) if media else f"row {row.number}"
+        findings += [Finding("role.missing", f"{role}: there is no file {file}") for role, file in roles.items() if not is_file(file)]
+        name = relative_name(media, path.parent) if media else f"row {row.number}"
         seen[name] = seen.get(name, 0) + 1
         identity = name if seen[name] == 1 else f"{name}#{seen[name]}"
         columns = row.columns
@@ -236,12 +217,12 @@ class TableSource(DatasetSource):
             media,
             "",
             roles,
-            max(1, int(_number(columns.get("repeats"), 1))),
-            max(0.0, _number(columns.get("weight"), 1.0)),
+            max(1, int(number_in(columns.get("repeats"), 1))),
+            max(0.0, number_in(columns.get("weight"), 1.0)),
             findings=tuple(findings),
             dataset=self.name or path.stem,
         )
-        written = _cell(columns, "caption", self.columns.get("caption"))
+        written = cell(columns, "caption", self.columns.get("caption"))
         return self._finish(sample, written, media.stem if media else name)
 
 
@@ -314,7 +295,7 @@ def open_source(path: str | Path, **fields: Any) -> FolderSource | TableSource:
     if path.is_dir():
         names = [f"{stem}{ext}" for stem in ("dataset", "metadata") for ext in (".jsonl", ".json", ".csv")]
         for name in names:
-            if (path / name).is_file() and any(_row_has_media(path / name, row.columns) for row in read_rows(path / name)):
+            if (path / name).is_file() and any(names_media(path / name, row.columns) for row in read_rows(path / name)):
                 return TableSource(path=str(path / name), **fields)
         return FolderSource(path=str(path), **fields)
     if not path.exists():
@@ -322,50 +303,3 @@ def open_source(path: str | Path, **fields: Any) -> FolderSource | TableSource:
     if path.suffix.lower() not in TABLE_EXTENSIONS:
         raise DataError("dataset.kind", f"{path.name} is no dataset file.", "Give a folder of clips, or a .csv, .json or .jsonl file.")
     return TableSource(path=str(path), **fields)
-
-
-def _row_has_media(table: Path, columns: Mapping[str, Any]) -> bool:
-    return any(_cell_path(table, columns, role, None) for role in ("video", "audio"))
-
-
-def _cell(columns: Mapping[str, Any], role: str, override: str | None) -> str | None:
-    for name in (override.lower(),) if override else COLUMNS[role]:
-        value = columns.get(name)
-        if isinstance(value, list):
-            value = ", ".join(str(v) for v in value)
-        if value is not None and str(value).strip():
-            return str(value).strip()
-    return None
-
-
-def _cell_path(table: Path, columns: Mapping[str, Any], role: str, override: str | None) -> Path | None:
-    value = _cell(columns, role, override)
-    if value is None:
-        return None
-    path = Path(os.path.expanduser(value))
-    found = path if path.is_absolute() else table.parent / path
-    if "\\" in value and not _is_file(found):  # written on Windows, read elsewhere
-        found = table.parent / value.replace("\\", "/")
-    return found
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # longer than the disk allows, or with a zero inside
-        return False
-
-
-def _number(value: Any, default: float) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return default
-    return number if math.isfinite(number) else default
-
-
-def _relative(path: Path, root: Path) -> str:
-    try:
-        return Path(os.path.relpath(path, root)).as_posix()
-    except ValueError:  # another drive on Windows
-        return path.as_posix()

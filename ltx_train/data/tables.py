@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
+from .columns import cell_path, relative_name
 from .texts import read_rows, read_text
 
 FORMATS = (".json", ".jsonl", ".csv", ".txt")
-MEDIA_COLUMNS = ("video", "media_path", "video_path", "media", "path", "file_path", "file", "file_name", "filename", "image", "image_path", "audio", "audio_path")
 
 
 class Table:
@@ -57,10 +57,7 @@ class Table:
 
     def relative(self, path: Path) -> str:
         """A path as it is written in this file: from its folder where that is possible, with forward slashes."""
-        try:
-            return Path(os.path.relpath(Path(path).absolute(), self.path.parent)).as_posix()
-        except ValueError:  # another drive
-            return Path(path).absolute().as_posix()
+        return relative_name(Path(path).absolute(), self.path.parent)
 
     def write(self) -> None:
         """Write the file (two for .txt) at once or not at all."""
@@ -91,17 +88,8 @@ class Table:
         writer.writerows(self.rows)
         return [(self.path, out.getvalue())]
 
-    def media_of(self, row: Mapping[str, Any]) -> Path | None:
-        """The media file a row is about."""
-        for name in MEDIA_COLUMNS:
-            value = row.get(name)
-            if isinstance(value, str) and value.strip():
-                path = Path(value.strip()).expanduser()
-                return path if path.is_absolute() else self.path.parent / path
-        return None
-
     def _key_of(self, row: Mapping[str, Any]) -> str | None:
-        media = self.media_of(row)
+        media = cell_path(self.path, row, "video") or cell_path(self.path, row, "audio")
         return None if media is None else _key(media)
 
 
