@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .conditioning.modes import TrainingStrategySection
 from .contexts import ContextStore
-from .data.dataset import DataSection, TrainingDataset, collate, open_dataset
-from .data.items import Item
+from .data.batches import collate
+from .data.dataset import DataSection, open_dataset
+from .data.items import Item, TrainingDataset
 from .data.media import read_clip
 from .data.precomputed import find_root
 from .encode import Target

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .contexts import ContextStore
-from .data.dataset import TrainingDataset, collate
-from .data.items import Item
+from .data.batches import collate
+from .data.items import Item, TrainingDataset
 from .data.sampler import Unit
 from .errors import StopRequested
 from .runs.events import HeldOutEvent

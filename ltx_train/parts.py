@@ -13,8 +13,10 @@ from torch import Tensor
 from .conditioning.modes import TrainingStrategySection
 from .config import TrainConfig, digest
 from .contexts import ContextStore
-from .data.dataset import Batch, Batches, TrainingDataset
-from .data.sampler import BucketSampler, Stage
+from .data.batches import Batch, Batches
+from .data.dataset import make_sampler
+from .data.items import TrainingDataset
+from .data.sampler import BucketSampler
 from .errors import ConfigError
 from .held_out import HeldOut
 from .models.checkpoint import Checkpoint
@@ -229,10 +231,7 @@ def build_feed(
 ) -> Feed:
     """The sampler and the batches."""
     optimization = config.optimization
-    stages = [Stage(s.from_step, s.max_tokens) for s in config.data.stages]
-    sampler = BucketSampler(
-        dataset.units(), batch_size=optimization.batch_size, accumulation=settled_accumulation(config, live, parallel), seed=config.seed, stages=stages
-    )
+    sampler = make_sampler(dataset, config.data, batch_size=optimization.batch_size, accumulation=settled_accumulation(config, live, parallel), seed=config.seed)
     for group, size in sampler.small_groups.items():
         live.warn("data.small_group", f"The bucket {group} has {size} samples for a batch of {sampler.batch_size}: they repeat within a batch.")
     streams = strategy.streams().present

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .conditioning.modes import TrainingStrategySection
 from .config import TrainConfig, digest
-from .data.dataset import TrainingDataset
+from .data.items import TrainingDataset
 from .errors import ConfigError
 from .lora.adapters import AdapterSet, attach
 from .lora.files import base_shapes, read_lora, self_check, warm_start, write_lora

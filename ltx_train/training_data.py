@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .conditioning.modes import TrainingStrategySection
 from .config import TrainConfig
-from .data.dataset import TrainingDataset, open_dataset
+from .data.dataset import open_dataset
+from .data.items import TrainingDataset
 from .errors import ConfigError, DataError
 from .held_out import Portion, split
 from .models.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 from ..conditioning.modes import TrainingStrategySection
-from ..data.dataset import Batch
+from ..data.batches import Batch
 from ..errors import ConfigError
 from ..geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from ..lora.adapters import LoraSection, attach

@@ -21,7 +21,7 @@ from .flow_matching import FlowMatchingSection, ModalityBalance
 from .randomness import KeyedDraws, keyed_generator
 
 if TYPE_CHECKING:
-    from ..data.dataset import Batch
+    from ..data.batches import Batch
 
 SHARED = "shared"
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from ltx_train import trainer
 from ltx_train.config import TrainConfig
-from ltx_train.data.dataset import Batches, DataSection
+from ltx_train.data.batches import Batches
+from ltx_train.data.dataset import DataSection
 from ltx_train.encode import Target
 from ltx_train.models.codec import EngineCodec
 from ltx_train.models.families import FAMILIES

@@ -22,7 +22,7 @@ ON_THE_HOST = {
     ("step.py", "_silent"),  # whether every sample has sound: Batch keeps it there
     ("transformer.py", "blocks"),  # which blocks' masks skip nothing: made there
     ("transfer.py", "get"),  # last step's numbers
-    ("sampler.py", "_shuffled"), ("dataset.py", "collate"),  # which clips, and whether any of them regularises
+    ("sampler.py", "_shuffled"), ("batches.py", "collate"),  # which clips, and whether any of them regularises
     ("flow_matching.py", "sample"), ("flow_matching.py", "_uniform"),  # noise levels, drawn on the host for every device
 }
 

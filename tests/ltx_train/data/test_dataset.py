@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ltx_train.data.batches import Batches, collate
 from ltx_train.data.cache import Cache
-from ltx_train.data.dataset import Batches, CachedDataset, DataSection, collate, join_contexts, make_sampler, open_dataset
+from ltx_train.data.dataset import CachedDataset, DataSection, make_sampler, open_dataset
 from ltx_train.data.manifest import Manifest, ManifestEntry
 from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, Latents, VideoFactors, VideoGrid, patchify
@@ -22,7 +23,7 @@ FACTORS = VideoFactors()
 
 class Contexts:
     def batch(self, keys):
-        return join_contexts([Context(torch.full((1, 4, 2), float(len(k))), None) for k in keys])
+        return Context(torch.stack([torch.full((4, 2), float(len(k))) for k in keys]), None)
 
 
 @pytest.fixture
@@ -167,12 +168,6 @@ def test_regularisation_reaches_the_batch(root):
     assert data.has_prior() and batch.regularisation.tolist() == [False, True, False] == batch.prior.tolist()
     plain = collate([data.item(1)], Context(torch.zeros(1, 1, 1), None))
     assert plain.regularisation.tolist() == [True] and plain.prior is None
-
-
-def test_ragged_contexts_are_masked():
-    joined = join_contexts([Context(torch.ones(1, 2, 3), None), Context(torch.ones(1, 4, 3), None)])
-    assert joined.video.shape == (2, 4, 3) and joined.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
-    assert join_contexts([Context(torch.ones(1, 2, 3), None)] * 2).mask is None
 
 
 def test_mixed_shapes_are_named(root):

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ltx_train.data.batches import Batches
 from ltx_train.data.buckets import ClipOptions, encode_batches, parse_buckets
 from ltx_train.data.cache import Cache
-from ltx_train.data.dataset import Batches, CachedDataset, DataSection, join_contexts, make_sampler
+from ltx_train.data.dataset import CachedDataset, DataSection, make_sampler
 from ltx_train.data.findings import MediaError
 from ltx_train.data.manifest import Manifest, manifest_entry
 from ltx_train.data.media import prepare, read_mask
@@ -57,7 +58,7 @@ def encode_all(report, cache):
 
 class Contexts:
     def batch(self, keys):
-        return join_contexts([Context(torch.ones(1, 2, 4), None) for _ in keys])
+        return Context(torch.ones(len(keys), 2, 4), None)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ltx_train.conditioning.modes import MODES, TrainingStrategySection, mode
-from ltx_train.data.dataset import Batch
+from ltx_train.data.batches import Batch
 from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, Latents, VideoGrid
 from ltx_train.models.checkpoint import Checkpoint
