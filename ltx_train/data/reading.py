@@ -98,7 +98,7 @@ class Reader:
             return self._load(*key)
         except DataError:
             raise
-        except Exception as error:
+        except Exception as error:  # decoders, disks and packages raise what they like: the clips are named
             if is_out_of_memory(error):
                 raise
             hint = f"Clips: {', '.join(self._names(*key))}. What was trained is kept: check their files and the disk of the cache, then go on."

@@ -167,7 +167,7 @@ def again(notes, whole, kind):
     return sum(n for line, n in (Counter(notes) - Counter(whole)).items() if line.startswith(kind))
 
 
-def check_kills(dataset, folder, kills):
+def assert_unharmed_by_kills(dataset, folder, kills):
     encode(dataset, folder / "whole", folder / "whole.log")
     whole = noted(folder / "whole.log")
     clips = len(list(dataset.glob("*.mp4")))
@@ -186,7 +186,7 @@ def check_kills(dataset, folder, kills):
 
 
 def test_killed_preprocessing_ends_as_an_undisturbed_one(tmp_path):
-    check_kills(draw(tmp_path / "clips", 12), tmp_path, 3)
+    assert_unharmed_by_kills(draw(tmp_path / "clips", 12), tmp_path, 3)
 
 
 @pytest.mark.skipif(not LONG, reason="LTX_TRAIN_LONG=1 runs 200 clips and 20 kills")
@@ -194,7 +194,7 @@ def test_two_hundred_real_and_synthetic_clips_killed_twenty_times(tmp_path, requ
     from tests.end_to_end.test_real_clips import fetch
 
     folder = request.config.cache.mkdir("ltx_train_media")
-    repeated = check_kills(draw(tmp_path / "clips", 200, lambda name: fetch(folder, name)), tmp_path, 20)
+    repeated = assert_unharmed_by_kills(draw(tmp_path / "clips", 200, lambda name: fetch(folder, name)), tmp_path, 20)
     for kind, count in repeated.items():
         record_property(f"{kind}_encoded_again", count)
     print(f"200 clips, 20 kills: encoded again {repeated}")

@@ -111,10 +111,10 @@ def rates(done):
 
 @pytest.mark.parametrize("case", CASES)
 def test_kill_9_at_random_moments(home, tmp_path, case):
-    kills(home, tmp_path, case, home.cache("ltx2.3"), 4 if LONG else 3)
+    assert_unharmed_by_kills(home, tmp_path, case, home.cache("ltx2.3"), 4 if LONG else 3)
 
 
-def kills(home, tmp_path, case, data, count):
+def assert_unharmed_by_kills(home, tmp_path, case, data, count):
     """The case undisturbed and killed ``count`` times: every number and every file's bytes agree."""
     with noted_order(tmp_path / "whole.order"):
         whole = train(settings(home, tmp_path / "whole", case, data, interval=None))
@@ -141,7 +141,7 @@ def five(home, tmp_path_factory):
 @pytest.mark.skipif(not LONG, reason="LTX_TRAIN_LONG=1 kills every mode")
 @pytest.mark.parametrize("case", MORE)
 def test_kill_9_in_every_mode(home, tmp_path, five, case):
-    reached = kills(home, tmp_path, case, five(MORE[case][3].get("family", "ltx2.3")), 3)
+    reached = assert_unharmed_by_kills(home, tmp_path, case, five(MORE[case][3].get("family", "ltx2.3")), 3)
     print(f"{case}: kept steps {reached}")
 
 

@@ -64,7 +64,7 @@ def in_parts(live, sizes, look=None):
                 if look is not None:
                     look()
                 asked(live.dir, after)
-        except BaseException as error:
+        except BaseException as error:  # told where the test's own thread asserts
             failed.append(error)
             live.stop.request("the test failed")
 

@@ -21,7 +21,6 @@ from ltx_train.tiny.fitted_set import FittedSet
 
 CPU = AccelerationSection(device="cpu", mixed_precision_mode="no", compile="off")
 FITTED = FittedSet.at()
-pytestmark = pytest.mark.skipif(not FITTED.model.is_file(), reason="the fitted set is not here: python -m ltx_train.tiny.fit")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -124,6 +124,7 @@ def test_save_now_is_obeyed(engine, ended):
     until(running(run))
     RunDir(run).request("save")
     until(lambda: any(isinstance(e, SnapshotEvent) and e.reason == "asked for" for e in RunDir(run).events().events), 3)
+    assert child.alive(), "saving does not end the run"
     child.stop(10)
 
 

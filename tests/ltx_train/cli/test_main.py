@@ -35,8 +35,8 @@ def lora(tmp_path):
     return path
 
 
-def refused(capsys, *arguments, word="", code=2):
-    """The error of a verb that must end with one clear line and a hint."""
+def assert_refused(capsys, *arguments, word="", code=2):
+    """A verb must end with one clear line and a hint; both are returned."""
     assert main([str(a) for a in arguments]) == code
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("error: ") and len(lines[0]) <= 127 and word in lines[0], lines[0]
@@ -45,7 +45,7 @@ def refused(capsys, *arguments, word="", code=2):
 
 
 def test_a_long_path_stays_on_one_line(capsys, tmp_path):
-    refused(capsys, "inspect", tmp_path / ("ä" * 90) / ("x" * 90 + ".safetensors"), word="Model file not found")
+    assert_refused(capsys, "inspect", tmp_path / ("ä" * 90) / ("x" * 90 + ".safetensors"), word="Model file not found")
 
 
 def test_the_report_ends_as_preprocessing_would(capsys, clips, tmp_path):
@@ -67,28 +67,28 @@ def test_brackets_in_names_are_no_markup(capsys, clips, tmp_path):
 
 
 def test_config_faults_of_options(capsys, clips, tmp_path):
-    refused(capsys, "report", clips, "--token-budget", "0", word="token_budget")
-    refused(capsys, "report", clips, "--frame-rate", "nan", word="clips.fps")
-    refused(capsys, "report", clips, "--audio-durations", "two", word="audio_durations")
-    refused(capsys, "report", clips, "--caption-column", "text", word="--caption-column")
-    refused(capsys, "report", clips, "--resolution-buckets", "63x64x9", word="63x64x9")
-    refused(capsys, "report", tmp_path / "nothing", word="There is no dataset")
+    assert_refused(capsys, "report", clips, "--token-budget", "0", word="token_budget")
+    assert_refused(capsys, "report", clips, "--frame-rate", "nan", word="clips.fps")
+    assert_refused(capsys, "report", clips, "--audio-durations", "two", word="audio_durations")
+    assert_refused(capsys, "report", clips, "--caption-column", "text", word="--caption-column")
+    assert_refused(capsys, "report", clips, "--resolution-buckets", "63x64x9", word="63x64x9")
+    assert_refused(capsys, "report", tmp_path / "nothing", word="There is no dataset")
 
 
 @pytest.mark.parametrize("size", ["abc", "64", "64x64x", "0x64x9", "64×64"])
 def test_sample_sizes(capsys, tiny, size):
-    refused(capsys, "sample", "--model-path", tiny["model"], "--prompt", "a", "--size", size, word="--size")
+    assert_refused(capsys, "sample", "--model-path", tiny["model"], "--prompt", "a", "--size", size, word="--size")
 
 
 def test_sample_needs_a_model_and_a_prompt(capsys, tiny):
-    refused(capsys, "sample", word="--model-path")
-    refused(capsys, "sample", "--model-path", tiny["model"], word="--prompt")
+    assert_refused(capsys, "sample", word="--model-path")
+    assert_refused(capsys, "sample", "--model-path", tiny["model"], word="--prompt")
 
 
 def test_verbs_on_runs_that_are_not_there(capsys, tmp_path):
-    refused(capsys, "stop", tmp_path / "no", word="No run is at")
-    refused(capsys, "resume", tmp_path, word="No run is at")
-    refused(capsys, "runs", tmp_path / "no", word="There is no folder")
+    assert_refused(capsys, "stop", tmp_path / "no", word="No run is at")
+    assert_refused(capsys, "resume", tmp_path, word="No run is at")
+    assert_refused(capsys, "runs", tmp_path / "no", word="There is no folder")
     with pytest.raises(SystemExit) as caught:
         main(["resume", str(tmp_path), "--steps", "0"])
     assert caught.value.code == 2 and "no whole number above 0" in capsys.readouterr().err
@@ -97,9 +97,9 @@ def test_verbs_on_runs_that_are_not_there(capsys, tmp_path):
 def test_a_lora_is_never_written_over_its_source(capsys, lora):
     before = lora.read_bytes()
     for action in (["resize", "--rank", "1"], ["strip"], ["convert"]):
-        refused(capsys, "lora", action[0], lora, "--out", lora, *action[1:], word="must not write over its source")
+        assert_refused(capsys, "lora", action[0], lora, "--out", lora, *action[1:], word="must not write over its source")
     assert lora.read_bytes() == before
-    refused(capsys, "lora", "resize", lora, "--out", lora.with_name("b.safetensors"), word="rank of at least 1")
+    assert_refused(capsys, "lora", "resize", lora, "--out", lora.with_name("b.safetensors"), word="rank of at least 1")
     assert main(["lora", "resize", str(lora), "--out", str(lora.with_name("b.safetensors")), "--rank", "1"]) == 0
     assert read_lora(lora.with_name("b.safetensors")).ranks == (1,)
 
@@ -107,17 +107,17 @@ def test_a_lora_is_never_written_over_its_source(capsys, lora):
 @pytest.mark.parametrize("strength", ["nan", "inf"])
 def test_a_lora_is_not_merged_at_no_number(capsys, lora, tiny, strength):
     out = lora.with_name("merged.safetensors")
-    refused(capsys, "lora", "merge", lora, "--out", out, "--model", tiny["model"], "--strength", strength, word="strength")
+    assert_refused(capsys, "lora", "merge", lora, "--out", out, "--model", tiny["model"], "--strength", strength, word="strength")
     assert not out.exists()
 
 
 def test_decode_devices_and_limits(capsys, tiny, tmp_path):
-    refused(capsys, "decode", tmp_path, tmp_path / "o", "--model-path", tiny["model"], "--device", "quantum", word="device")
+    assert_refused(capsys, "decode", tmp_path, tmp_path / "o", "--model-path", tiny["model"], "--device", "quantum", word="device")
     with pytest.raises(SystemExit):
         main(["decode", str(tmp_path), "o", "--model-path", str(tiny["model"]), "--limit", "-1"])
     capsys.readouterr()
     (tmp_path / "index.json").write_text(json.dumps({"format": 1, "model": {"family": "ltxv-2b"}, "texts": {}, "skipped": [], "entries": []}))
-    refused(capsys, "decode", tmp_path, tmp_path / "o", "--model-path", tiny["model"], "--device", "cpu", word="made for ltxv-2b; the model is ltx2.3")
+    assert_refused(capsys, "decode", tmp_path, tmp_path / "o", "--model-path", tiny["model"], "--device", "cpu", word="made for ltxv-2b; the model is ltx2.3")
 
 
 def test_env_takes_options_and_the_readme_s_words(capsys, monkeypatch):

@@ -30,8 +30,6 @@ def starts(film, **fields):
 
 @pytest.mark.parametrize("detector", ["simple", "content", "adaptive"])
 def test_cuts_are_found(film, detector):
-    if detector != "simple":
-        pytest.importorskip("scenedetect")
     assert starts(film, detector=detector) == [0, 20, 50]
 
 

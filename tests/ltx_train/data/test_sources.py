@@ -116,7 +116,7 @@ def test_one_bad_path_costs_one_row(tmp_path):
 def test_a_table_without_a_header_says_what_it_reads(tmp_path):
     with pytest.raises(DataError, match="no column that names the clips") as error:
         open_source(touch(tmp_path / "d.csv", "clip0.mp4,a cat\nclip1.mp4,a dog\n")).samples()
-    assert "clip0.mp4, a cat" in error.value.hint or "a cat, clip0.mp4" in error.value.hint
+    assert "a cat, clip0.mp4" in error.value.hint
     with pytest.raises(DataError, match="holds no rows"):
         open_source(touch(tmp_path / "d.json", "\n")).samples()
 

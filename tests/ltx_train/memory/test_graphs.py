@@ -98,7 +98,7 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], within: float
         assert (a - b).norm() <= within * b.norm() > 0
 
 
-def check_groups(model: LTXTransformer, parameters, device: str, runner: GraphedPasses, steps, within: float) -> None:
+def assert_groups_agree(model: LTXTransformer, parameters, device: str, runner: GraphedPasses, steps, within: float) -> None:
     """Groups of different sizes, accumulated, with a smaller last one, in another order; other passes before, between and behind."""
     expected = [step(model, parameters, device, groups) for groups in steps]
     plain = other_pass(model, device)
@@ -203,7 +203,7 @@ def small_network(streamed: int):
 def test_what_is_python_at_recording_is_right_at_replay(taped, monkeypatch):
     monkeypatch.setattr(graphs, "WARM_UP", 0)
     model, parameters = small_network(streamed=2)
-    check_groups(model, parameters, "cpu", taped(model), SHORT, 1e-5)
+    assert_groups_agree(model, parameters, "cpu", taped(model), SHORT, 1e-5)
 
 
 def test_a_capture_that_fails_leaves_everything_as_it_was(taped, monkeypatch):
@@ -252,4 +252,4 @@ def test_recorded_equals_launched(streamed):
 def test_recorded_groups_equal_launched(streamed):
     torch._dynamo.reset()
     model, parameters = network("cuda", EngineSettings(compile=True, streamed=streamed), torch.bfloat16)
-    check_groups(model, parameters, "cuda", GraphedPasses(model, model.block_runner, lambda *a: pytest.fail(str(a))), STEPS, 1e-3)
+    assert_groups_agree(model, parameters, "cuda", GraphedPasses(model, model.block_runner, lambda *a: pytest.fail(str(a))), STEPS, 1e-3)

@@ -106,7 +106,8 @@ def test_layouts_that_cannot_be_built_are_refused(blocks: list, code: str) -> No
 @pytest.mark.parametrize("name", ["ltxv-2b-0.9.0", "ltxv-2b-0.9.1", "ltxv-2b-0.9.5"])
 def test_names_agree_with_the_converter_of_diffusers(name: str) -> None:
     """Shapes alone would not see two equal blocks exchanged; diffusers converts these three VAEs itself."""
-    convert = pytest.importorskip("diffusers.loaders.single_file_utils").convert_ltx_vae_checkpoint_to_diffusers
+    from diffusers.loaders.single_file_utils import convert_ltx_vae_checkpoint_to_diffusers as convert
+
     stored = {n: torch.empty(shape, device="meta") for n, (shape, _, c) in table(name).items() if c.startswith("video_vae")}
     origin = {id(tensor): n.removeprefix("vae.") for n, tensor in stored.items()}
     theirs = {origin[id(tensor)]: n for n, tensor in convert(dict(stored)).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -498,9 +499,9 @@ def test_eight_bits_and_placements_are_checked(tmp_path: Path, pieces: bytes) ->
         encoder("ltx2.3", path, placement="sideways")
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="requirements.txt leaves bitsandbytes out on a Mac")
 def test_eight_bit_layers_compute_nearly_the_same() -> None:
     """bitsandbytes' int8 Linear on the CPU: within 2 % of the plain layer (its stated error is below 1 % a product)."""
-    pytest.importorskip("bitsandbytes")
     draw = torch.Generator().manual_seed(0)
     layer = nn.Sequential(nn.Linear(64, 48, bias=False))
     layer[0].weight.data = torch.randn(48, 64, generator=draw) * 0.1

@@ -55,7 +55,6 @@ def test_csv_goes_on_after_a_resume_without_the_steps_that_repeat(run):
 
 
 def test_tensorboard_holds_the_scalars(run):
-    pytest.importorskip("tensorboard")
     publishers = opened(run, csv=False, tensorboard=True)
     assert publishers.names == ("TensorBoard",)
     for n in (1, 2):
@@ -213,8 +212,9 @@ def test_a_failed_push_says_where_the_file_is(run, card):
 
 
 def test_a_push_without_a_token_is_refused_at_the_start(monkeypatch, tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub, "get_token", lambda: None)
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(RunError, match="no Hugging Face token"):
         HubSection(push_to_hub=True, hub_model_id="a/b").check()
     assert json.dumps(HubSection().model_dump())

@@ -164,7 +164,9 @@ def test_gemma_3_folder_loads_in_transformers(tiny):
 @pytest.mark.parametrize("kind, bos, eos, pad", [("gemma", 2, 1, 0), ("t5", -1, 1, 0)])
 def test_both_tokenizer_forms_agree(kind, bos, eos, pad):
     """The sentencepiece bytes are read by sentencepiece itself, and give the ids of the tokenizer.json."""
-    sentencepiece, tokenizers = pytest.importorskip("sentencepiece"), pytest.importorskip("tokenizers")
+    import sentencepiece
+    import tokenizers
+
     model = sentencepiece.SentencePieceProcessor()
     model.LoadFromSerializedProto(sentencepiece_model(kind))
     other = tokenizers.Tokenizer.from_str(tokenizer_json(kind).decode())

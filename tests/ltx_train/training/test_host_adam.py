@@ -27,7 +27,7 @@ def step(*optimizers: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def same(a, b) -> None:
+def assert_same(a, b) -> None:
     for x, y in zip(a, b):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
 
@@ -39,7 +39,7 @@ def test_equals_torch(monkeypatch):
     for _ in range(4):
         step(plain, host)
     assert len(host.chunks) == 3
-    same(a, b)
+    assert_same(a, b)
 
 
 def flat_pair() -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter], torch.Tensor]:
@@ -65,9 +65,9 @@ def test_flat_parameters_are_moved_chunk_by_chunk(monkeypatch):
         plain.step()
         host.step()
     assert [len(chunk.parameters) for chunk in host.chunks] == [1, 1, 1] and host.chunks[0].parameters[0] is other[2] and host._found is not None
-    same(one, other)
+    assert_same(one, other)
     for p, q in zip(one, other):
-        same([plain.state[p]["exp_avg_sq"]], [host.state[q]["exp_avg_sq"]])
+        assert_same([plain.state[p]["exp_avg_sq"]], [host.state[q]["exp_avg_sq"]])
         assert float(host.state[q]["step"]) == 3
 
 
@@ -98,7 +98,7 @@ def test_a_run_goes_on_wherever_the_state_rests():
     host = section.build_optimizer(b, in_ram=True)
     restore_optimizer(host, {name: t.clone() for name, t in tensors.items()}, rest)
     step(plain, host)
-    same(a, b)
+    assert_same(a, b)
     restore_optimizer(section.build_optimizer(pair()[0]), *optimizer_state(host))
 
 

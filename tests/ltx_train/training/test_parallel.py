@@ -68,7 +68,7 @@ for environment, path in environments:
             exec(compile(script, "ranks", "exec"), {"__name__": "__main__"})
             sys.stdout.flush()
             os._exit(0)
-        except BaseException:
+        except BaseException:  # whatever it is, a forked rank must not run on as the parent does
             import traceback
             traceback.print_exc()
             os._exit(1)

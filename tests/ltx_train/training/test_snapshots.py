@@ -79,7 +79,7 @@ def in_child(action) -> int:
     if pid == 0:
         try:
             action()
-        except BaseException:
+        except BaseException:  # a kill of its own too: the fork must not run on as the tests do
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
