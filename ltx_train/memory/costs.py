@@ -20,15 +20,21 @@ CONTEXT = 0.9 * GIB
 """CUDA context, library workspaces and what the allocator holds back, on Linux."""
 WORKING_SET = {True: 44, False: 55}
 """Token tensors alive inside one block at most, compiled or not (a unit: one [tokens, dim] tensor of each stream)."""
+PLAIN_BLOCK = 14.5
+"""So many fewer in the blocks of LTX-Video, which have no gates and no other stream: fitted to measurements at 4992 and 6120 tokens."""
 KEPT_UNITS = ((0.0, 1.1), (0.1, 4.6), (0.2, 7.3), (0.3, 9.8), (0.4, 12.0), (0.5, 14.3), (0.6, 16.2))
 """Activation budget -> units kept a block: fitted to measurements at 0, 0.4 and 0.5 with 2268 and 6120 tokens; those between and beyond are carried over from them."""
+PLAIN_KEPT = 0.6
+"""The share of them, beyond the block's input, that LTX-Video's blocks keep."""
 KEPT_TEXT_UNITS = 12.0
 """The same of the text's side (a unit: one [text tokens, dim] tensor of each stream), times the budget."""
 SPARED = ((0.0, 0.0), (0.1, 0.24), (0.2, 0.44), (0.3, 0.64), (0.4, 0.84), (0.5, 1.0), (0.6, 1.0))
 """Activation budget -> share of the recomputed matrix products that is spared."""
 FLOAT8_GAIN = 1.38
-LAUNCHING = {True: 0.0115, False: 0.03}
-"""Seconds that a host takes to launch a block's forward and backward pass, compiled or not: what small clips wait for, unless passes are recorded."""
+LAUNCHING = {True: (0.0044, 0.00021), False: (0.0115, 0.00054)}
+"""Seconds that a host takes to launch a block's forward and backward pass, for the block and for each of its matrices, compiled or not: what small clips wait for, unless passes are recorded."""
+FITTED_MATRICES = 48 * 34
+"""Matrices in all blocks of the network that :class:`Speeds` was fitted to (LTX-2.3)."""
 SIDE_STREAM = 0.9 * GIB
 """What the allocator cannot use beside block inputs that come and go on a stream of their own."""
 RECORDING = 0.55 * GIB
@@ -88,7 +94,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates of a card: tflops of dense 16-bit products by its maker, upload and disk in bytes a second, seconds of launches a step."""
+    """Rates of a card: tflops of dense 16-bit products by its maker, upload and disk in bytes a second, seconds of launches a step of LTX-2.3."""
 
     tflops: float
     upload: float
@@ -171,12 +177,14 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
     block = numbers * bits / 8
     unit = 2.0 * work.batch * (work.video_tokens * c.dim + (work.audio_tokens * c.audio_dim if work.audio else 0))
     resident = layers - fit.streamed
-    kept = _interpolate(KEPT_UNITS, fit.budget)
+    kept, working = _interpolate(KEPT_UNITS, fit.budget), WORKING_SET[fit.compiled]
+    if not c.has_audio:
+        kept, working = KEPT_UNITS[0][1] + PLAIN_KEPT * (kept - KEPT_UNITS[0][1]), working - PLAIN_BLOCK
     device = CONTEXT + 2.0 * outside_numbers(c, work.audio) + resident * block + min(3, fit.streamed) * block
     device += 2.0 * numbers if fit.quantization is not None and not fit.float8 else 0.0
     device += 10.0 * work.lora + (min(OPTIMIZER_CHUNKS, 8.0 * work.lora) if fit.optimizer_in_ram else 8.0 * work.lora)
     text = 2.0 * work.batch * work.text_tokens * (c.dim + (c.audio_dim if work.audio else 0))
-    device += unit * (fit.together * (3 if fit.offload else layers * kept) + WORKING_SET[fit.compiled]) + fit.together * layers * KEPT_TEXT_UNITS * fit.budget * text
+    device += unit * (fit.together * (3 if fit.offload else layers * kept) + working) + fit.together * layers * KEPT_TEXT_UNITS * fit.budget * text
     device += (SIDE_STREAM if fit.offload else 0.0) + GIB / 4 * (fit.together - 1)
     if fit.recorded(work):  # a recording writes its gradients over those before, which stand aside meanwhile
         device += RECORDING + (4.0 * work.lora if work.accumulation > fit.together else 0.0)
@@ -189,10 +197,11 @@ def cost(work: Work, fit: Fit, speeds: Speeds) -> Cost:
     if fit.float8:
         share = (2 * products + products - down - _interpolate(SPARED, fit.budget) * (products - down)) / total
         total *= 1 - share + share / FLOAT8_GAIN
-    seconds = total / speeds.sustained * (1.0 if fit.compiled else 1.6) + speeds.launches
+    seconds = total / speeds.sustained * (1.0 if fit.compiled else 1.6) + speeds.launches * layers * len(matrices) / FITTED_MATRICES
     expansion = 0.027 * (989 / speeds.tflops) ** 0.5 if fit.quantization is not None and not fit.float8 else 0.0
     if not fit.recorded(work):
-        seconds = max(seconds, LAUNCHING[fit.compiled] * layers * (speeds.launches / Speeds.launches))
+        each, matrix = LAUNCHING[fit.compiled]
+        seconds = max(seconds, layers * (each + matrix * len(matrices)) * (speeds.launches / Speeds.launches))
     group = fit.together * seconds + expansion  # micro-steps that share an upload and an expansion of each block
     upload = max(2.0 * max(0, fit.streamed - 3) * block / speeds.upload, 2.0 * fit.on_disk * block / speeds.disk)
     side = (8.0 * work.lora * 2 / speeds.upload * 0.6 if fit.optimizer_in_ram else 0.0) + (0.02 if fit.offload else 0.0)
