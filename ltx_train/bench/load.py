@@ -22,9 +22,10 @@ from ..tiny.checkpoints import write_tiny
 from ..training.flow_matching import FlowMatchingSection
 from ..training.optim import OptimizationSection
 from ..training.step import TrainStep
+from .device import GIB, card_name, device_of, memory_in_use, synchronise
 from .full_model import write_random
 from .link import hold_back
-from .step import GIB, StepCase, cap, card_name, memory_in_use, random_batch, strategy_of, synchronise
+from .step import StepCase, cap, random_batch, strategy_of
 
 EVERY = 0.01
 """Seconds between two looks at the memory."""
@@ -66,7 +67,7 @@ def anonymous() -> int:
 
 def measure_load(path: str, case: StepCase, second: str, text_encoder: str | None = None) -> dict[str, object]:
     """Load as a training does, attach a LoRA, take a step, then the first step of another size. In a process of its own."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not case.tiny else torch.device("cpu")
+    device = device_of(case.tiny)
     cap(case, device)
     checkpoint = Checkpoint.open(path)
     layers = checkpoint.transformer.num_layers

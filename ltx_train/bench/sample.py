@@ -14,7 +14,8 @@ from ..memory.pinned import HostMemory
 from ..sampling.denoise import denoise
 from ..sampling.guidance import Guidance, StreamGuidance
 from ..sampling.schedule import Schedule, sigma_schedule
-from .step import StepCase, card_name, fast_network, guarded, memory_in_use, random_batch, synchronise
+from .device import card_name, device_of, memory_in_use, synchronise
+from .step import StepCase, fast_network, guarded, random_batch
 
 PREVIEW_STEPS = 30
 FOUR_PASSES = StreamGuidance(Guidance(cfg=3.0, stg=1.0, modality=3.0, rescale=0.7), Guidance(cfg=7.0, stg=1.0, modality=3.0, rescale=0.7), stg_blocks=(0,))
@@ -23,7 +24,7 @@ FOUR_PASSES = StreamGuidance(Guidance(cfg=3.0, stg=1.0, modality=3.0, rescale=0.
 
 def run_sample(case: StepCase, *, command: str) -> Iterator[dict[str, object]]:
     """A record for one forward a step and one for four, and what the first gains."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not case.tiny else torch.device("cpu")
+    device = device_of(case.tiny)
     memory = HostMemory(pin=device.type == "cuda")
     about = {"bench": "sample", "size": case.size, "family": case.family, "setting": case.setting, "card": card_name(device)}
     taken: dict[str, float] = {}

@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
@@ -30,10 +31,10 @@ from ..training.flow_matching import FlowMatchingSection
 from ..training.optim import OptimizationSection, can_stay, step_unless
 from ..training.step import TrainStep
 from ..training.trainable import Trainable, clip_gradients
+from .device import GIB, card_name, device_of, kernels, memory_in_use, now, seconds_between, synchronise
 from .link import hold_back
 from .networks import fast_transformer, full_config, per_token, plain_adapter, plain_transformer
 
-GIB = 1 << 30
 TINY = dict(num_layers=4, num_attention_heads=4, attention_head_dim=32, cross_attention_dim=128, in_channels=128, out_channels=128)
 TINY_AUDIO = dict(audio_num_attention_heads=4, audio_attention_head_dim=32, audio_cross_attention_dim=128)
 
@@ -129,7 +130,7 @@ def random_batch(case: StepCase, config: TransformerConfig, device: torch.device
 def run_cases(cases: list[StepCase], *, plain: bool, command: str) -> Iterator[dict[str, object]]:
     """Measure the cases one after another, each (size, rank, sound) with its plain baseline first; a record a case."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not cases[0].tiny else torch.device("cpu")
+    device = device_of(cases[0].tiny)
     baselines: dict[tuple, Mapping[str, float]] = {}
     memory = HostMemory(pin=device.type == "cuda")
     for case in cases:
@@ -162,10 +163,6 @@ def guarded(measure: Callable[..., dict[str, object]], *arguments) -> dict[str, 
             torch.cuda.empty_cache()
 
 
-def card_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def fast_network(case: StepCase, device: torch.device, memory: HostMemory) -> tuple[TransformerConfig, torch.dtype, LTXTransformer]:
     """The product's network as a case asks for it, on a device as small and with a link as slow as the case says."""
     cap(case, device)
@@ -195,7 +192,7 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     ready = time.perf_counter() - started
     step = TrainStep(model, strategy_of(audio), FlowMatchingSection(), config=config)
     optimizer = OptimizationSection().build_optimizer(adapters.parameters(), in_ram=case.optimizer == "host")
-    found = timed(case, config, device, dtype, step, optimizer, lambda: update(Adapter(adapters.parameters()), optimizer), lambda: None)
+    found = timed(case, config, device, dtype, step, optimizer, lambda: update(Adapter(adapters.parameters()), optimizer), nullcontext)
     engine, recorded = model.block_runner, len(model.pass_runner.recordings) if model.pass_runner is not None else 0
     model.block_runner = model.pass_runner = None
     kept = memory.idle / GIB  # of cases before
@@ -255,7 +252,7 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, optimizer, mov
     losses, enqueued = [], []
 
     def one(number: int) -> None:
-        with autocast() or _nothing():
+        with autocast():
             if case.together > 1:
                 loss = sum(out.loss for out in step.together([batch] * case.together, seed=0, step=number, slots=[[n] for n in range(case.together)])) / case.together
             else:
@@ -275,14 +272,14 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, optimizer, mov
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
     synchronise(device)
-    ends = [_now(device)]
+    ends = [now(device)]
     for number in range(case.steps):
         start = time.perf_counter()
         one(case.warmup + number)
         enqueued.append(time.perf_counter() - start)
-        ends.append(_now(device))
+        ends.append(now(device))
     synchronise(device)
-    seconds = [_between(a, b) for a, b in zip(ends, ends[1:])]
+    seconds = [seconds_between(a, b) for a, b in zip(ends, ends[1:])]
     found = {
         "step_s": round(statistics.median(seconds), 4), "fastest_s": round(min(seconds), 4), "slowest_s": round(max(seconds), 4),
         "enqueue_s": round(statistics.median(enqueued), 4), "first_step_s": round(first, 1), "loss": round(losses[-1][0].item(), 4),
@@ -295,67 +292,9 @@ def timed(case: StepCase, config, device, dtype, step: TrainStep, optimizer, mov
     return found
 
 
-def _now(device: torch.device) -> float | torch.cuda.Event:
-    """This moment in what the device has been given to do."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error) -> None: ...
-
-
-def kernels(one: Callable[[], None]) -> dict[str, list[float]]:
-    """Milliseconds and launches of one step by kind of kernel, and the longest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        one()
-        torch.cuda.synchronize()
-    kinds = (("attention", ("flash", "fmha", "cudnn", "sdpa")), ("gemm", ("gemm", "nvjet", "cutlass", "cublas", "splitK")), ("triton", ("triton",)), ("copy", ("Mem", "copy")))
-    by_kind: dict[str, list[float]] = {}
-    by_name: dict[str, list[float]] = {}
-    for event in record.events():
-        if event.device_type.name != "CUDA":
-            continue
-        kind = next((k for k, words in kinds if any(w in event.name for w in words)), "other")
-        for table, key in ((by_kind, kind), (by_name, event.name[:90])):
-            entry = table.setdefault(key, [0.0, 0])
-            entry[0] += event.device_time / 1e3
-            entry[1] += 1
-    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:25]
-    return {k: [round(v[0], 1), v[1]] for k, v in [*by_kind.items(), *longest]}
-
-
 def cap(case: StepCase, device: torch.device) -> None:
     """Make the card a small one, if the case says so."""
     limit_memory(device, case.cap * GIB if case.cap else None)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def memory_in_use(device: torch.device) -> dict[str, float]:
-    """device_gib: all that the card had in use at the highest point, context included. host_gib: anonymous and locked."""
-    import psutil
-
-    found = {"host_gib": round(psutil.Process().memory_info().rss / GIB, 2)}
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        outside = total - free - torch.cuda.memory_reserved(device)
-        found["device_gib"] = round((outside + torch.cuda.max_memory_reserved(device)) / GIB, 2)
-        found["allocated_gib"] = round(torch.cuda.max_memory_allocated(device) / GIB, 2)
-    return found
 
 
 def line(record: Mapping[str, object]) -> str:

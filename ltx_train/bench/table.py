@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..lora.adapters import LoraSection
 from ..memory.costs import GIB, Fit, Speeds, Work, cost
 from ..planner import clip_tokens, lora_numbers, this_machine
+from .device import device_of
 from .step import StepCase, run_cases
 
 TOLERANCE = 1.05
@@ -80,7 +79,7 @@ def run_table(rows: Sequence[int], base: StepCase, *, plain: bool, command: str,
     pending = list(rows)
     settings = [tiny(ROWS[n - 1].case, base) if base.tiny else StepCase.parse(ROWS[n - 1].case, base) for n in pending]
     cases = run_cases(settings, plain=plain, command=command)
-    speeds = this_machine(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not base.tiny else torch.device("cpu")).speeds
+    speeds = this_machine(device_of(base.tiny)).speeds
     for number, case in zip(pending, settings):
         if minutes is not None and time.monotonic() - started > 60 * minutes:
             cases.close()

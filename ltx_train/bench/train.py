@@ -35,8 +35,9 @@ from ..runs.events import (
     WarningEvent,
 )
 from ..runs.run_dir import RunDir
+from .device import GIB, card_name
 from .full_model import write_clips, write_full, write_small
-from .step import GIB, StepCase, card_name, run_cases
+from .step import StepCase, run_cases
 
 WARM = 4
 """Steps that compile, warm up and record; the others are timed."""

@@ -85,14 +85,13 @@ def run_step(options: argparse.Namespace) -> int:
 def run_numerics(options: argparse.Namespace) -> int:
     import time
 
-    import torch
-
+    from ..bench.device import card_name, device_of
     from ..bench.numerics import WEIGHTS, compare
-    from ..bench.step import StepCase, card_name, line
+    from ..bench.step import StepCase, line
 
     size = "128x64x9" if options.tiny and options.size == "512x320x25" else options.size
     case = StepCase(size=size, rank=options.rank, family=options.family, tiny=options.tiny)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() and not options.tiny else torch.device("cpu")
+    device = device_of(options.tiny)
     for weights in (options.weights,) if options.weights else WEIGHTS:
         for record in compare(case, device, weights, options.only):
             show(line({**record, "card": card_name(device), "command": command_of(options), "date": time.strftime("%Y-%m-%d")}), options.out)
