@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,11 @@ def serve_web(routes: web.RouteTableDef, pack: Path) -> None:
     async def file(request: web.Request) -> web.StreamResponse:
         folder = pack / "web"
         path = folder / request.match_info["file"]
-        if request.match_info["pack"] != pack.name or not paths.inside(folder, path) or not path.is_file():
+        try:
+            found = request.match_info["pack"] == pack.name and paths.inside(folder, path) and path.is_file()
+        except OSError:  # a name that no disk takes
+            found = False
+        if not found:
             raise web.HTTPNotFound
         return web.FileResponse(path)
 
@@ -53,8 +58,7 @@ def add(routes: web.RouteTableDef) -> None:
 
     @routes.get("/ltx_train/runs")
     async def runs(_: web.Request) -> web.Response:
-        found = await asyncio.to_thread(_runs)
-        return web.json_response({"runs": found})
+        return await _answer(lambda: {"runs": _runs()})
 
     @routes.get("/ltx_train/runs/{name}/events")
     async def events(request: web.Request) -> web.Response:
@@ -67,6 +71,8 @@ def add(routes: web.RouteTableDef) -> None:
             path = await asyncio.to_thread(_sample, request.match_info["name"], request.match_info["file"])
         except LtxTrainError as error:
             return _refused(error, 404)
+        except OSError as error:
+            return _unusable(error)
         return web.FileResponse(path, headers={"Content-Type": SAMPLE_TYPES[path.suffix], "X-Content-Type-Options": "nosniff"})
 
     @routes.post("/ltx_train/runs/{name}/{control}")
@@ -85,10 +91,19 @@ async def _answer(work: Any) -> web.Response:
         return web.json_response(await asyncio.to_thread(work))
     except LtxTrainError as error:
         return _refused(error, 404 if error.code.endswith(("missing", "name")) else 400)
+    except OSError as error:
+        return _unusable(error)
 
 
 def _refused(error: LtxTrainError, status: int) -> web.Response:
     return web.json_response({"error": error.code, "message": error.message, "hint": error.hint}, status=status)
+
+
+def _unusable(error: OSError) -> web.Response:
+    """A file that the disk refuses, told by its name alone: 404 for a name under which nothing can be, else 400."""
+    name, gone = Path(str(error.filename or "a file")).name[:60], error.errno in (errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR)
+    words = f"There is no {name}." if gone else f"{name} cannot be read: {error.strerror or 'the disk refused'}."
+    return _refused(LtxTrainError("file.missing" if gone else "file.unusable", words, "Look into the run's folder on the server."), 404 if gone else 400)
 
 
 def _offset(text: str) -> int:
@@ -107,7 +122,7 @@ def _runs() -> list[dict[str, Any]]:
             continue
         try:
             found.append({"name": run.name, **told(run.status())})
-        except LtxTrainError as error:
+        except (LtxTrainError, OSError) as error:
             log.debug("LTX Train: %s", error)
     return found
 
@@ -123,6 +138,7 @@ def _sample(name: str, file: str) -> Path:
     path = folder / file
     if "/" in file or "\\" in file or path.suffix not in SAMPLE_TYPES or not path.is_file() or not paths.inside(folder, path):
         raise LtxTrainError("sample.missing", "There is no such sample.")
+    path.open("rb").close()  # what may not be read is told here
     return path
 
 

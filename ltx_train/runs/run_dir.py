@@ -156,9 +156,9 @@ class RunDir:
                 return Status.model_validate(json.loads(self.status_path.read_text(encoding="utf-8")))
             except FileNotFoundError:
                 return Status()
-            except (PermissionError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 # Windows refuses reading while the file is being replaced
-                if attempt == 4 and isinstance(error, PermissionError):
+                if attempt == 4 and isinstance(error, OSError):
                     raise RunError("run.status", f"The status of the run {self.name} cannot be read.", f"{self.status_path}: {error}") from error
                 if attempt == 4:
                     return Status(state="lost", error="status.json is damaged.", error_code="run.status", hint="Start the run again: it goes on from its newest snapshot.")
@@ -282,4 +282,11 @@ def list_runs(root: Path | str) -> list[RunDir]:
     root = Path(root)
     if not root.is_dir():
         return []
-    return [run for run in map(RunDir, sorted(root.iterdir())) if run.path.is_dir() and run.exists()]
+    return [run for run in map(RunDir, sorted(root.iterdir())) if _is_run(run)]
+
+
+def _is_run(run: RunDir) -> bool:
+    try:
+        return run.path.is_dir() and run.exists()
+    except OSError:  # a folder that this user may not look into
+        return False

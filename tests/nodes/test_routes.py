@@ -4,9 +4,8 @@ import asyncio
 import json
 
 import pytest
-
-web = pytest.importorskip("aiohttp.web", reason="aiohttp is not installed: it comes with ComfyUI")
-from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 
 @pytest.fixture
@@ -82,6 +81,30 @@ def test_nothing_else_is_sent(ask, run, file):
     assert status == 404 and b"secret" not in (body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
+LONG = "x" * 300
+FACES = "%F0%9F%98%80" * 120  # few letters, many bytes
+
+
+@pytest.mark.parametrize("method, path, status", [
+    ("GET", f"{URL}/samples/{LONG}.mp4", 404), ("GET", f"/ltx_train/runs/{FACES}/events", 404), ("POST", f"/ltx_train/runs/{FACES}/stop", 404),
+    ("GET", f"/ltx_train/inspect?model={LONG}.safetensors", 404), ("GET", f"/ltx_train/inspect?model=a.safetensors&text_encoder={LONG}/", 404),
+])  # fmt: skip
+def test_names_that_no_disk_takes_are_not_there(ask, run, method, path, status):
+    got, body, _ = ask(method, path)
+    assert got == status and body["message"] and len(body["message"]) < 120
+
+
+@pytest.mark.parametrize("file, path, named", [("events.jsonl", f"{URL}/events", "events.jsonl"), ("status.json", f"{URL}/events", "status of the run"), ("control", f"{URL}/stop", "control")])
+def test_a_folder_in_place_of_a_run_s_file_is_told(ask, run, pack, file, path, named):
+    (run.path / file).unlink() if file != "control" else run.control.rmdir()
+    (run.path / file).write_text("") if file == "control" else (run.path / file).mkdir()
+    token = run.lock.take(pack.engine("runs.lock").ProcessId.of())
+    status, body, _ = ask("POST" if file == "control" else "GET", path)
+    run.lock.release(token)
+    assert status == 400 and named in body["message"] and str(run.path) not in body["message"]
+    assert ask("GET", "/ltx_train/runs")[0] == 200
+
+
 def test_a_link_out_of_the_samples_is_not_followed(ask, run):
     (run.samples / "link.mp4").symlink_to(run.path / "secret.txt")
     assert ask("GET", f"{URL}/samples/link.mp4")[0] == 404
@@ -128,6 +151,7 @@ def test_inspect_tells_the_family(ask, pack):
 @pytest.mark.parametrize("path, status", [
     ("LTX%20Trainer%20%C3%BC/ltx_train.js", 200), ("LTX%20Trainer%20%C3%BC/docs/LTXTrainLoRA.md", 200), ("LTX%20Trainer%20%C3%BC/none.js", 404),
     ("LTX%20Trainer%20%C3%BC/..%2Fnodes%2Fpaths.py", 404), ("LTX%20Trainer%20%C3%BC/%2Fetc%2Fpasswd", 404), ("other/ltx_train.js", 404),
+    (f"LTX%20Trainer%20%C3%BC/{'x' * 300}.js", 404),
 ])  # fmt: skip
 def test_a_folder_with_a_space_and_an_umlaut_still_has_its_scripts(pack, tmp_path, path, status):
     """aiohttp 3.14 finds no static file below such a prefix; the pack's own route does."""
