@@ -182,11 +182,7 @@ def sample_job(options: argparse.Namespace) -> SampleJob:
     if found is None:
         raise ConfigError("sample.dims", f"--size {options.size} is not WIDTHxHEIGHTxFRAMES.", "Write it as 768x448x49, or 768x448 for a still.")
     width, height, frames = (int(v or 1) for v in found.groups())
-    loras = []
-    for text in options.lora:
-        path, _, strength = text.rpartition(":")
-        numeric = bool(path) and strength.replace(".", "", 1).lstrip("-").isdigit()
-        loras.append({"path": path, "strength": float(strength)} if numeric else {"path": text})
+    loras = [lora_use(text) for text in options.lora]
     validation: dict[str, object] = {"samples": [{"prompt": p} for p in options.prompt], "video_dims": [width, height, frames], "frame_rate": options.frame_rate}
     validation["seed"] = options.seed
     if options.steps:
@@ -198,6 +194,21 @@ def sample_job(options: argparse.Namespace) -> SampleJob:
     model = {name: getattr(options, name) for name in ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path", "tokenizer_path")}
     model = {k: v for k, v in model.items() if v is not None}
     return SampleJob.parse({"model": model, "loras": loras, "validation": validation, "output_dir": options.out, "seed": options.seed})
+
+
+def lora_use(text: str) -> dict[str, object]:
+    """``FILE``, ``FILE:STRENGTH`` or ``C:\\FILE:STRENGTH`` as the job has it. Raises ConfigError for a strength that is no number from -10 to 10."""
+    path, _, strength = text.rpartition(":")
+    try:
+        number = float(strength)
+    except ValueError:
+        number = None
+    if path and number is not None and -10 <= number <= 10:
+        return {"path": path, "strength": number}
+    a_path = not path or "/" in strength or "\\" in strength or strength.lower().endswith(".safetensors")
+    if a_path or Path(text).is_file():  # a colon in the name itself
+        return {"path": text}
+    raise ConfigError("lora.strength", f"--lora {text}: {strength!r} is no strength from -10 to 10.", "Write --lora FILE or --lora FILE:STRENGTH, such as my_lora.safetensors:0.8.")
 
 
 def run_runs(options: argparse.Namespace) -> int:

@@ -18,20 +18,16 @@ def apply_loras(transformer: nn.Module, loras: Sequence[tuple[LoraFile, float]])
     """Add LoRAs at their strengths to a transformer without adapters; the number of changed modules.
 
     Low-rank updates stay beside the weight (so that a quantised base is not touched); other kinds are added to the weight.
-    Raises LtxTrainError for a module that the model lacks, or a kind that a quantised base cannot take.
+    Raises LtxTrainError as :func:`without_place`, or for a kind that a quantised base cannot take.
     """
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, Linear)}
     low_rank: dict[str, list[tuple[LoraModule, float]]] = {}
     changed: set[str] = set()
     for lora, strength in loras:
-        unknown = [name for name in lora.modules if name not in layers]
-        if unknown and len(unknown) == len(lora.modules):
-            raise LtxTrainError("lora.other_model", f"{lora.path.name if lora.path else 'The LoRA'} fits no module of this model.", f"Its first module is {unknown[0]}.")
+        absent = set(without_place(transformer, lora))  # told before, or of a stream that is not loaded
         for name, module in lora.modules.items():
-            if name not in layers:
-                continue  # of a stream that is not loaded
-            if module.shape != (layers[name].out_features, layers[name].in_features):
-                raise LtxTrainError("lora.shape", f"{name[-60:]}: the LoRA is for {list(module.shape)}, the model is not.", "It was trained on another model.")
+            if name in absent:
+                continue
             changed.add(name)
             if module.kind == "lora" and "diff_b" not in module.tensors:
                 low_rank.setdefault(name, []).append((module, strength))
@@ -40,6 +36,28 @@ def apply_loras(transformer: nn.Module, loras: Sequence[tuple[LoraFile, float]])
     for name, parts in low_rank.items():
         _add_beside(layers[name], parts)
     return len(changed)
+
+
+def without_place(transformer: nn.Module, lora: LoraFile) -> list[str]:
+    """The LoRA's modules that the transformer (on any device, also meta) lacks.
+
+    Raises LtxTrainError ``lora.other_model`` when that is all of them, ``lora.shape`` when one is of another size here.
+    """
+    layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, Linear)}
+    called = lora.path.name[:40] if lora.path else "The LoRA"
+    absent = [name for name in lora.modules if name not in layers]
+    if len(absent) == len(lora.modules):
+        raise LtxTrainError(
+            "lora.other_model", f"{called} changes no module of what is sampled here.",
+            f"Its first module is {absent[0]}: it was trained on another model, or on sound (or video) alone, which is not made here.",
+        )  # fmt: skip
+    for name, module in lora.modules.items():
+        if name not in layers:
+            continue
+        whole = (layers[name].out_features, layers[name].in_features)
+        if module.shape != (whole if set(module.tensors) != {"diff_b"} else whole[:1]):
+            raise LtxTrainError("lora.shape", f"{called} does not fit: {name[-40:]} is {list(module.shape)}, in the model {list(whole)}.", "It was trained on another model.")
+    return absent
 
 
 def _add_to_weight(name: str, layer: Linear, module: LoraModule, strength: float) -> None:

@@ -107,6 +107,9 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
     Raises CheckpointError for a file that is no safetensors file, LtxTrainError when it holds no LoRA or a broken one.
     """
     path = Path(path)
+    if path.is_dir():
+        inside = ", ".join(sorted(p.name for p in path.glob("*.safetensors"))[:5])
+        raise LtxTrainError("lora.is_folder", f"{path.name[:60]} is a folder, not a LoRA file.", f"Give one of its files: {inside}." if inside else "Give a .safetensors file.")
     file = SafetensorsFile.open(path)
     names = Names(base_names)
     found: dict[str, dict[str, Tensor]] = {}
@@ -132,12 +135,26 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
     for name, tensors in found.items():
         alpha = _alpha(file.read(alphas[name]), path, name) if name in alphas else None
         module = LoraModule.of(name, {part: value.float() for part, value in tensors.items()}, alpha)
-        modules[name] = configured.scaled(module) if module.alpha is None else module
-        if misfit := module.misfit():
+        if misfit := _flaw(module):
             raise LtxTrainError("lora.shape", f"{path.name[:30]}: {name[-50:]}: {misfit} make no update.", "The file is damaged, or of a kind that is not known.")
         if faulty := module.faulty_part():
             raise LtxTrainError("lora.not_finite", f"{path.name[:40]}: {name[-50:]} has NaN or infinite values in {faulty}.", "The file must not be used.")
+        modules[name] = configured.scaled(module) if module.alpha is None else module
     return LoraFile(modules, LoraMetadata.of(file.metadata), tuple(layouts), tuple(unknown), path)
+
+
+def _flaw(module: LoraModule) -> str | None:
+    """Which tensors make no update, with their shapes: a factor that is no matrix, factors that do not go together, a vector of another length."""
+    shapes = {part: list(value.shape) for part, value in module.tensors.items()}
+    flat = next((part for part, shape in shapes.items() if len(shape) != 2 and part not in ("diff", "diff_b", "dora_scale")), None)
+    if flat is not None:
+        return f"{flat} {shapes[flat]}"
+    if misfit := module.misfit():
+        return misfit
+    if module.kind == "loha" and (shapes["hada_w1_a"][0], shapes["hada_w1_b"][1]) != (shapes["hada_w2_a"][0], shapes["hada_w2_b"][1]):
+        return f"hada_w1_b {shapes['hada_w1_b']} and hada_w2_b {shapes['hada_w2_b']}"
+    short = next((part for part in ("dora_scale", "diff_b") if part in shapes and module.tensors[part].numel() != module.shape[0]), None)
+    return None if short is None else f"{short} {shapes[short]}"
 
 
 def _alpha(value: Tensor, path: Path, module: str) -> float:
@@ -157,13 +174,13 @@ class _Configured:
     def of(cls, metadata: Mapping[str, str], path: Path, layouts: Iterable[str]) -> _Configured:
         text = metadata.get("lora_adapter_metadata")
         beside = path.with_name("adapter_config.json")
-        if text is None and "peft" in layouts and beside.is_file():
-            text = beside.read_text(encoding="utf-8")
         try:
+            if text is None and "peft" in layouts and beside.is_file():
+                text = beside.read_text(encoding="utf-8")
             settings = json.loads(text) if text else {}
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             settings = {}  # a damaged side file: the scale is then 1, as for a file without any
-        return cls({str(k).rpartition(".")[2]: v for k, v in settings.items()})
+        return cls({str(k).rpartition(".")[2]: v for k, v in settings.items()} if isinstance(settings, dict) else {})
 
     def scaled(self, module: LoraModule) -> LoraModule:
         alpha = self.settings.get("lora_alpha", self.settings.get("alpha"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -72,7 +73,7 @@ class LoraMetadata:
             kind=own.get("kind", "lora"),
             rank=_integer(own.get("rank") or strings.get("lora_rank")),
             alpha=_real(own.get("alpha")),
-            targets=tuple(json.loads(own["targets"])) if "targets" in own else (),
+            targets=_names(own.get("targets")),
             mode=own.get("mode", ""),
             trigger=own.get("trigger") or strings.get("modelspec.trigger_phrase", ""),
             steps=_integer(own.get("steps")),
@@ -91,6 +92,14 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
+def _names(text: str | None) -> tuple[str, ...]:
+    try:
+        found = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return ()  # another tool's free text
+    return tuple(map(str, found)) if isinstance(found, list) else ()
+
+
 def _integer(text: str | None) -> int | None:
     value = _real(text)
     return None if value is None else int(value)
@@ -98,6 +107,7 @@ def _integer(text: str | None) -> int | None:
 
 def _real(text: str | None) -> float | None:
     try:
-        return None if text is None else float(text)
+        value = None if text is None else float(text)
     except ValueError:
         return None  # another tool's free text
+    return value if value is not None and math.isfinite(value) else None

@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from ltx_train import validation
 from ltx_train.conditioning.state import LatentState
-from ltx_train.config import SampleJob
+from ltx_train.config import LoraUse, SampleJob
 from ltx_train.decode import decode_kept, keep_latents, read_kept, side_by_side
 from ltx_train.errors import ConfigError, DataError, LtxTrainError
 from ltx_train.geometry import AudioGrid, Latents, VideoGrid
+from ltx_train.lora.files import read_lora, write_modules
+from ltx_train.lora.metadata import LoraMetadata
+from ltx_train.lora.module import LoraModule
 from ltx_train.memory.settings import AccelerationSection
 from ltx_train.memory.stores import RowScaled
 from ltx_train.models.codec import EngineCodec
@@ -30,6 +33,7 @@ from ltx_train.room import Room, decode_needs
 from ltx_train.runs.events import SampleEvent, WarningEvent
 from ltx_train.runs.live import LiveRun
 from ltx_train.runs.run_dir import RunDir
+from ltx_train.sample_job import check_loras
 from ltx_train.sample_job import run as run_sample_job
 from ltx_train.text import Context
 from ltx_train.tiny.checkpoints import open_tiny
@@ -37,6 +41,7 @@ from ltx_train.tiny.media import tone, write_pcm
 from tests.end_to_end.corridor import Home, train
 
 STEPS = 2
+WIDTH, SOUND = 32, 16  # of the tiny transformer
 SILENT = {"samples": [{"prompt": "a ball"}], "video_dims": [64, 64, 9], "inference_steps": 2, "interval": 1, "seed": 3, "frame_rate": 23.976, "generate_audio": False}
 PREVIEW = {**SILENT, "samples": [*SILENT["samples"], {"prompt": "a dog, it barks"}], "generate_audio": True}
 
@@ -211,6 +216,37 @@ def test_an_impossible_sample_is_told_before_a_text_encoder_is_read(home, tmp_pa
     monkeypatch.setattr(EngineCodec, "encode_text", lambda *_: pytest.fail("the encoder was read first"))
     with pytest.raises(ConfigError, match=next(iter(fields))):
         carry_out(sample_job(home, tmp_path / "out", **fields))
+
+
+@pytest.fixture
+def lora(tmp_path):
+    """lora(name, out=width, family=...) -> a LoRA file of one update of that module."""
+
+    def lora(name="transformer_blocks.0.attn1.to_q", out=None, width=None, family="ltx2.3", more=()):
+        shape = (out or WIDTH, width or WIDTH)
+        modules = {n: LoraModule(n, "lora", {"lora_A": torch.ones(2, shape[1]), "lora_B": torch.ones(shape[0], 2)}) for n in (name, *more)}
+        return str(write_modules(tmp_path / "l.safetensors", modules, LoraMetadata(family=family)))
+
+    return lora
+
+
+@pytest.mark.parametrize("made, fields, said", [
+    ({"out": WIDTH + 1}, {}, "does not fit"), ({"name": "other.to_q"}, {}, "changes no module"),
+    ({"name": "transformer_blocks.0.audio_attn1.to_q", "out": SOUND, "width": SOUND}, {"generate_audio": False}, "changes no module"),
+])  # fmt: skip
+def test_a_lora_that_fits_not_is_told_before_a_text_encoder_is_read(home, tmp_path, monkeypatch, lora, made, fields, said):
+    monkeypatch.setattr(EngineCodec, "encode_text", lambda *_: pytest.fail("the encoder was read first"))
+    job = sample_job(home, tmp_path / "out", **fields)
+    with pytest.raises(LtxTrainError, match=said) as caught:
+        carry_out(job.model_copy(update={"loras": [LoraUse(path=lora(**made))]}))
+    assert "l.safetensors" in caught.value.message and len(caught.value.message) < 120
+
+
+def test_a_lora_of_another_family_that_fits_is_warned_of(home, lora):
+    told = []
+    file = read_lora(Path(lora(family="ltx2", more=("transformer_blocks.99.attn1.to_q",))))
+    check_loras([file], open_tiny(home.model("ltx2.3")), {"video"}, SimpleNamespace(warn=lambda code, message, hint: told.append(message)))
+    assert told == ["l.safetensors was trained on LTX-2 19B, not on LTX-2.3 22B.", "l.safetensors: 1 of its 2 modules are not in this model."]
 
 
 def test_an_impossible_preview_is_told_before_the_dataset_is_encoded(home, tmp_path, monkeypatch):

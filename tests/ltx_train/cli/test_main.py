@@ -11,6 +11,8 @@ from torch import ones
 from ltx_train import __main__ as command_line
 from ltx_train.__main__ import main
 from ltx_train.cli.show import console
+from ltx_train.cli.training import lora_use
+from ltx_train.config import LoraUse
 from ltx_train.lora.files import read_lora
 from ltx_train.tiny import media
 from ltx_train.tiny.checkpoints import write_tiny
@@ -83,6 +85,24 @@ def test_sample_sizes(capsys, tiny, size):
 def test_sample_needs_a_model_and_a_prompt(capsys, tiny):
     assert_refused(capsys, "sample", word="--model-path")
     assert_refused(capsys, "sample", "--model-path", tiny["model"], word="--prompt")
+
+
+@pytest.mark.parametrize("text, path, strength", [
+    ("a.safetensors", "a.safetensors", 1.0), ("a:1e-1", "a", 0.1), ("a:-2", "a", -2.0), ("C:\\x.safetensors", "C:\\x.safetensors", 1.0),
+    ("C:\\x.safetensors:0.5", "C:\\x.safetensors", 0.5), ("C:x.safetensors", "C:x.safetensors", 1.0), ("a:b/c:.5", "a:b/c", 0.5), (":0.5", ":0.5", 1.0),
+])  # fmt: skip
+def test_a_lora_and_its_strength(text, path, strength):
+    use = LoraUse.model_validate(lora_use(text))
+    assert (use.path, use.strength) == (path, strength)
+
+
+@pytest.mark.parametrize("strength", ["--5", "²", "nan", "inf", "-11", "", "0,8", "1.2.3"])
+def test_a_strength_that_is_none(capsys, tiny, strength):
+    assert_refused(capsys, "sample", "--model-path", tiny["model"], "--prompt", "a", "--lora", f"a.safetensors:{strength}", word="is no strength from -10 to 10")
+
+
+def test_a_folder_as_lora(capsys, tmp_path):
+    assert_refused(capsys, "lora", "show", tmp_path, word="is a folder, not a LoRA file")
 
 
 def test_verbs_on_runs_that_are_not_there(capsys, tmp_path):

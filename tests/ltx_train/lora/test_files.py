@@ -282,6 +282,9 @@ def test_incomplete_and_empty_files(tmp_path):
     ("lora.alpha", {"alpha": torch.tensor(float("inf"))}),
     ("lora.alpha", {"alpha": torch.ones(3)}),
     ("lora.alpha", {"alpha": torch.ones(0)}),
+    ("lora.shape", {"lora_A.weight": torch.tensor(1.0)}),
+    ("lora.shape", {"dora_scale": torch.ones(3)}),
+    ("lora.shape", {"diff_b": torch.ones(2, 8)}),
 ])  # fmt: skip
 def test_a_broken_file_is_refused_before_it_is_used(code, changes, tmp_path):
     tensors = {"lora_A.weight": torch.ones(4, 8), "lora_B.weight": torch.ones(8, 4), "alpha": torch.tensor(4.0)} | changes
@@ -289,6 +292,19 @@ def test_a_broken_file_is_refused_before_it_is_used(code, changes, tmp_path):
     with pytest.raises(LtxTrainError, match="transformer_blocks.0.attn1.to_q") as error:
         read_lora(tmp_path / "l.safetensors")
     assert error.value.code == code and len(error.value.message) < 120
+
+
+def test_a_folder_is_no_lora_and_strange_metadata_is_no_fault(tmp_path):
+    (tmp_path / "adapter_config.json").mkdir()
+    tensors = {"base_model.model.p.lora_A.weight": torch.ones(2, 4), "base_model.model.p.lora_B.weight": torch.ones(3, 2)}
+    strange = {"ltx_train.targets": "[", "ltx_train.rank": "inf", "ltx_train.alpha": "nan", "lora_adapter_metadata": "[1]", "reference_downscale_factor": "x"}
+    safetensors.torch.save_file(tensors, tmp_path / "a.safetensors", strange)
+    safetensors.torch.save_file(tensors, tmp_path / "b.safetensors")
+    told = read_lora(tmp_path / "a.safetensors").metadata
+    assert (told.targets, told.rank, told.alpha, told.reference_spatial) == ((), None, None, None) and read_lora(tmp_path / "b.safetensors").modules["p"].scale == 1
+    with pytest.raises(LtxTrainError, match="is a folder, not a LoRA file") as caught:
+        read_lora(tmp_path)
+    assert "a.safetensors, b.safetensors" in caught.value.hint
 
 
 def test_known_names_settle_underscores():
