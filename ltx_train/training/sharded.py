@@ -197,14 +197,17 @@ class ShardedWeights(FullWeights):
 
     # -- files --
     def _whole(self, name: str, part: Tensor) -> Tensor:
-        """The whole tensor, on every rank: all of them must ask for it."""
-        from torch.distributed.tensor import DTensor
-
+        """The whole tensor, on every rank: all of them must ask for it. Ranks with fewer rows than others fill up with zeros, which are cut off."""
         if name not in self.split:
             return part
-        like = self.network[name]
-        moved = part.detach().to(self.parallel.device)
-        return DTensor.from_local(moved, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()).full_tensor()
+        rows, *rest = self.shapes[name]
+        chunk = -(-rows // self.parallel.world)
+        moved = part.detach().to(self.parallel.device).contiguous()
+        if moved.shape[0] < chunk:
+            moved = torch.cat([moved, moved.new_zeros(chunk - moved.shape[0], *rest)])
+        whole = moved.new_empty(chunk * self.parallel.world, *rest)
+        torch.distributed.all_gather_into_tensor(whole, moved)  # DTensor.full_tensor ends in a segmentation fault where gloo moves GPU tensors
+        return whole[:rows]
 
     def _part(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
         if name not in self.split:
