@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -74,7 +75,7 @@ class Environment:
     torch: str | None
     cuda: str | None
     devices: tuple[str, ...]
-    ram_gb: float
+    ram_gb: float | None
     packages: tuple[Package, ...] = field(default_factory=tuple)
 
     @property
@@ -87,7 +88,7 @@ class Environment:
 
     def text(self) -> str:
         """The report for people: what is there, then what is missing for what and how to get it."""
-        head = [f"Python {self.python}  {self.executable}", f"{self.platform}, {self.ram_gb:.0f} GB RAM", f"torch {self.torch or 'not installed'}, CUDA {self.cuda or 'none'}"]
+        head = [f"Python {self.python}  {self.executable}", f"{self.platform}{'' if self.ram_gb is None else f', {self.ram_gb:.0f} GB RAM'}", f"torch {self.torch or 'not installed'}, CUDA {self.cuda or 'none'}"]
         head += [f"  {device}" for device in self.devices] or ["  no GPU that torch can use"]
         width = max(len(package.name) for package in self.packages)
         marks = {"ok": "ok     ", "missing": "missing", "old": "too old"}
@@ -99,7 +100,7 @@ class Environment:
         tail = ["Everything that training needs is installed."]
         if self.missing:
             names = " ".join(f'"{p.name}>={p.minimum}"' if p.minimum else p.name for p in self.missing)
-            tail = ["Missing for training:", f"  {self.executable} -m pip install {names}", "or a separate environment: python -m ltx_train env --create FOLDER"]
+            tail = ["Missing for training:", f"  {shell_line([self.executable])} -m pip install {names}", "or a separate environment: python -m ltx_train env create FOLDER"]
         return "\n".join([*head, "", *rows, "", *tail])
 
 
@@ -114,8 +115,6 @@ def inspect_environment(version_of: Callable[[str], str | None] | None = None, s
         state = "missing" if version is None else "old" if minimum and release(version) < release(minimum) else "ok"
         packages.append(Package(name, purpose, required, minimum, version, state))
     torch, cuda, devices = _torch()
-    import psutil
-
     return Environment(
         python=platform.python_version(),
         executable=sys.executable,
@@ -123,7 +122,7 @@ def inspect_environment(version_of: Callable[[str], str | None] | None = None, s
         torch=torch,
         cuda=cuda,
         devices=devices,
-        ram_gb=psutil.virtual_memory().total / 2**30,
+        ram_gb=_ram(),
         packages=tuple(packages),
     )
 
@@ -158,6 +157,19 @@ def _torch() -> tuple[str | None, str | None, tuple[str, ...]]:
     return torch.__version__, torch.version.cuda or torch.version.hip, tuple(devices)
 
 
+def _ram() -> float | None:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil.virtual_memory().total / 2**30
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """A command as this system's shell takes it: a path with spaces stands in quotes."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
 # -- a separate environment --
 
 
@@ -184,20 +196,32 @@ def creation_commands(folder: Path, *, inherit: bool, torch_version: str | None,
 def create_environment(folder: Path, *, inherit: bool = False, install: bool = True, index_url: str | None = None) -> Path:
     """Make a virtual environment to set as engine python, and return its interpreter.
 
-    Raises RunError when the folder is taken, this Python cannot make one, or pip fails.
+    Raises RunError when the folder is taken, this Python cannot make one, or pip fails; what was begun is then removed again.
     """
     folder = Path(folder).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise RunError("environment.exists", f"This is a file: {folder}", "Give a new folder.")
     if folder.exists() and any(folder.iterdir()):
         raise RunError("environment.exists", f"The folder is not empty: {folder}", "Give a new folder, or delete this one first.")
-    _make_venv(folder)
-    if inherit:
-        _inherit(folder)
-    if install:
-        torch, _, _ = _torch()
-        for command in creation_commands(folder, inherit=inherit, torch_version=torch, index_url=index_url):
-            if subprocess.run(command, stdin=subprocess.DEVNULL).returncode != 0:
-                raise RunError("environment.pip", f"pip could not fill the environment {folder.name}.", "Its last lines above say why. Command: " + subprocess.list2cmdline(command))
+    folder.mkdir(parents=True, exist_ok=True)  # no permission, a full disk: told as such
+    try:
+        _make_venv(folder)
+        if inherit:
+            _inherit(folder)
+        if install:
+            _fill(folder, inherit, index_url)
+    except BaseException:  # an interrupt too: half an environment would stand in the way of the next try
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return python_of(folder)
+
+
+def _fill(folder: Path, inherit: bool, index_url: str | None) -> None:
+    torch, _, _ = _torch()
+    for command in creation_commands(folder, inherit=inherit, torch_version=torch, index_url=index_url):
+        if subprocess.run(command, stdin=subprocess.DEVNULL).returncode != 0:
+            hint = "pip's last lines above say why; the folder is removed again (what was downloaded stays in pip's cache).\n"
+            raise RunError("environment.pip", f"pip could not fill the environment {folder.name}.", f"{hint}Command: {shell_line(command)}")
 
 
 def _make_venv(folder: Path) -> None:
@@ -225,7 +249,11 @@ def _inherit(folder: Path) -> None:
     ours = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *(site.getsitepackages() if hasattr(site, "getsitepackages") else [])]
     lines = list(dict.fromkeys(path for path in ours if path and os.path.isdir(path)))
     # read in the locale's encoding before Python 3.13: refuse to guess where the path is not ASCII there
-    (Path(asked.stdout.strip()) / "ltx_train_inherited.pth").write_text("\n".join(lines) + "\n", encoding="utf-8" if sys.version_info >= (3, 13) else None)
+    try:
+        (Path(asked.stdout.strip()) / "ltx_train_inherited.pth").write_text("\n".join(lines) + "\n", encoding="utf-8" if sys.version_info >= (3, 13) else None)
+    except UnicodeEncodeError as error:
+        hint = f"Leave --inherit out, or use a Python in a folder with plain letters: {error.object[error.start : error.start + 40]}"
+        raise RunError("environment.inherit", "An environment cannot inherit from packages in a folder of this name.", hint) from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -239,6 +267,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inherit", action="store_true", help="with --create: keep this Python's packages visible, install only what is missing")
     parser.add_argument("--index-url", help="with --create: where pip gets torch, such as https://download.pytorch.org/whl/cu128")
     options = parser.parse_args(arguments)
+    if options.create is None and (options.inherit or options.index_url):
+        parser.error("--inherit and --index-url are for `env create FOLDER`")
+    if options.create is not None and options.json:
+        parser.error("--json is for the report; `env create FOLDER` makes none")
     if options.create is not None:
         python = create_environment(options.create, inherit=options.inherit, index_url=options.index_url)
         sys.stdout.write(f"Made. Set this as the engine python:\n{python}\n")
