@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import json
 import os
@@ -62,7 +63,18 @@ class EndpointCaptioner(Section):
 
     @property
     def name(self) -> str:
-        return f"{self.model} at {urlsplit(self.url).hostname}"
+        return f"{self.model} at {host_of(self.url)}"
+
+
+def host_of(url: str) -> str:
+    """The host of an address; empty where it is no http(s) address with one, a port that can be, and plain letters."""
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and parts.port != 0 and not (parts.username or parts.password or parts.query or parts.fragment)
+        plain = url.isascii() and url.isprintable() and " " not in url
+    except ValueError:  # brackets that do not close, a port above 65535 or in letters
+        return ""
+    return (parts.hostname or "").lower() if sound and plain else ""
 
 
 def check_address(url: str, allowed: frozenset[str] = frozenset()) -> None:
@@ -70,12 +82,11 @@ def check_address(url: str, allowed: frozenset[str] = frozenset()) -> None:
 
     Clips leave this machine for it, and a workflow from somebody else must not choose where they go.
     """
-    parts = urlsplit(url)
-    host = (parts.hostname or "").lower()
-    if parts.scheme not in ("http", "https") or not host or parts.username or parts.password:
-        raise ConfigError("caption.url", f"The address '{url[:60]}' is no http(s) address.", "Write it as http://127.0.0.1:8001/v1; keys come from the environment.")
+    host = host_of(url)
+    if not host:
+        raise ConfigError("caption.url", f"The address '{url[:60]}' is no http(s) address.", "Write it as http://127.0.0.1:8001/v1, in plain letters without spaces; keys come from the environment.")
     listed = {h.strip().lower() for h in os.environ.get(HOSTS_VARIABLE, "").split(",") if h.strip()} | {h.lower() for h in allowed}
-    if _own(host) or host in listed or f"{host}:{parts.port}" in listed:
+    if _own(host) or host in listed or f"{host}:{urlsplit(url).port}" in listed:
         return
     raise ConfigError(
         "caption.host", f"The captioning host {host} is not allowed: clips would be sent to it.", f"Set {HOSTS_VARIABLE}={host} (several with commas) before starting, if you trust it."
@@ -96,9 +107,9 @@ class Endpoint:
 
     def __init__(self, settings: EndpointCaptioner, wait: Callable[[float], None] = time.sleep) -> None:
         self.settings, self.wait = settings, wait
-        host = urlsplit(settings.url).hostname or ""
+        host = host_of(settings.url)
         own = HOST_KEYS.get(host)
-        self.key = os.environ.get(KEY_VARIABLE) or (os.environ.get(own) if own else None)
+        self.key = _key(KEY_VARIABLE) or (_key(own) if own else "")
         handlers: list[Any] = [_NoRedirect()]
         if _own(host):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -155,9 +166,9 @@ class Endpoint:
                 if error.code not in AGAIN or last:
                     raise self.refused(error) from error
                 pause = _retry_after(error, pause)
-            except (urllib.error.URLError, OSError) as error:
+            except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
                 if last:
-                    reason = getattr(error, "reason", error)
+                    reason = "not as a web server does" if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError) else getattr(error, "reason", error)
                     raise EndpointError("caption.unreachable", f"The captioning endpoint {s.url} does not answer: {reason}"[:118], "Start its server, or correct the address.") from error
             self.wait(pause)
             pause *= 2
@@ -172,6 +183,14 @@ class Endpoint:
             hint = f"Set the key in the environment variable {KEY_VARIABLE}." if error.code in (401, 403) else "Check the address (it usually ends in /v1) and the model's name."
             return EndpointError("caption.refused", f"The captioning endpoint refuses (HTTP {error.code}).", f"{hint} It says: {said}")
         return DataError("caption.refused", f"The endpoint refuses this clip (HTTP {error.code}): {said}"[:118], "Send frames instead of video, fewer or smaller ones, or no sound.")
+
+
+def _key(variable: str) -> str:
+    """A key of the environment, without the line break that a file of one ends in."""
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("caption.key", f"The key in {variable} holds letters that no key has.", "Set the variable again, to the key alone.")
+    return key
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -64,10 +65,16 @@ class CaptionJob(Section):
             found = TableSource(path=str(given), captions=captions).samples()
         elif given.is_file():
             found = [s for s in FolderSource(path=str(given.parent), recursive=False, captions=captions).samples() if s.media == given]
+            if not found:
+                raise DataError("dataset.no_clip", f"{given.name} is no clip that gets a caption.", "Give a video, a picture or a sound that is none's reference or mask, a folder, or a dataset file.")
         else:
             raise DataError("dataset.missing", f"There is nothing at {given}."[:118], "Give a clip, a folder of clips, or a dataset file.")
-        kept = {f".{e.strip().lstrip('.').lower()}" for e in (self.extensions or "").split(",") if e.strip()}
-        return [s for s in found if not kept or (s.media is not None and s.media.suffix.lower() in kept)]
+        wanted = {f".{e.strip().lstrip('.').lower()}" for e in (self.extensions or "").split(",") if e.strip()}
+        kept = [s for s in found if not wanted or (s.media is not None and s.media.suffix.lower() in wanted)]
+        if found and not kept:
+            there = sorted({s.media.suffix.lower() for s in found if s.media is not None})
+            raise DataError("dataset.no_clip", f"No clip of {given} ends in {', '.join(sorted(wanted))}.", f"Its clips end in {', '.join(there)}.")
+        return kept
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ def caption_dataset(
     samples = job.samples()
     done = Captioned(result.path)
     todo = [s for s in samples if _wants(job, s, result, done)]
+    result.check()
     try:
         if todo:
             captioner = captioner or job.captioner.build(allowed)
@@ -180,10 +188,22 @@ class _Result:
         self.table = Table.read(path)
         self.marks_path = path.with_name(f".{path.name}.written")
         try:
-            self.marks: dict[str, str] = json.loads(self.marks_path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            self.marks = {}  # then every caption counts as a person's
+            marks = json.loads(self.marks_path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            marks = None
+        self.marks: dict[str, str] = marks if isinstance(marks, dict) else {}  # then every caption counts as a person's
         self.fresh: dict[Path, str] = {}
+
+    def check(self) -> None:
+        """Raise ConfigError where the file cannot be written: that is told before a model has worked for hours, not after."""
+        told = "a folder of that name is there" if self.path.is_dir() else ""
+        try:
+            with tempfile.TemporaryFile(dir=next(p for p in self.path.absolute().parents if p.exists())):
+                pass
+        except OSError as error:
+            told = told or str(error.strerror or error)
+        if told:
+            raise ConfigError("caption.output", f"Captions cannot be written to {self.path}: {told}", "Name a result file with -o (--output) in a folder that you may write to.")
 
     def caption(self, media: Path) -> str:
         return self.fresh.get(media) or _caption_in(self.table, media)

@@ -10,8 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..errors import ConfigError, MissingPackage
+from ..errors import ConfigError, MissingPackage, is_out_of_memory
 from ..section import Section
+from ..training.parallel import single_device
 from .answers import AUDIO_INSTRUCTION, IMAGE_INSTRUCTION, VIDEO_INSTRUCTION, parse_caption
 from .clips import SOUND_RATE, Excerpt, read_excerpt
 
@@ -25,7 +26,7 @@ class LocalCaptioner(Section):
 
     kind: Literal["local"] = "local"
     model_path: str = Field(description="A Hugging Face folder of a Qwen2.5-Omni model (its thinker is what is loaded).")
-    device: str = Field("auto", description="auto takes the GPU where there is one.")
+    device: str = Field("auto", description="auto takes the GPU where there is one.", pattern=r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="auto: bfloat16 on a GPU, float32 on the CPU.")
     max_tokens: int = Field(1024, ge=16, le=32768, description="Longest answer.")
     sound: bool = Field(True, description="Let it hear the sound.")
@@ -55,12 +56,14 @@ class LocalModel:
             from transformers import AutoTokenizer, Qwen2_5OmniThinkerForConditionalGeneration, WhisperFeatureExtractor
         except ImportError as error:
             raise MissingPackage("transformers>=4.52", "Local captioning", "Or caption through an endpoint") from error
-        device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = {"auto": torch.float32 if device == "cpu" else torch.bfloat16}.get(settings.dtype) or getattr(torch, settings.dtype)
+        device = single_device(settings.device)
+        dtype = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16}.get(settings.dtype) or getattr(torch, settings.dtype)
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.model: Any = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).to(device).eval()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: B902 - a damaged or foreign folder fails in the libraries in as many ways as there are
+            if is_out_of_memory(error):
+                raise
             raise ConfigError("caption.model", f"The captioning model in {folder.name} cannot be loaded."[:118], str(error)[:500]) from error
         self.config = self.model.config
         self.hearing: Any = WhisperFeatureExtractor(feature_size=self.config.audio_config.num_mel_bins, n_samples=int(SOUND_SECONDS * SOUND_RATE), chunk_length=int(SOUND_SECONDS))
@@ -131,12 +134,22 @@ def _check_folder(folder: Path) -> None:
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError("caption.model", f"There is no model in {folder}."[:118], "Give a Hugging Face folder of a Qwen2.5-Omni model, with its config.json.")
-    kind = str(json.loads(file.read_text(encoding="utf-8")).get("model_type", "unknown"))
+    kind = str(_json(file).get("model_type", "unknown"))
     if kind not in TYPES:
         raise ConfigError("caption.model", f"{folder.name} holds a {kind} model; local captioning runs {TYPES[0]}."[:118], "Serve another model with vLLM and caption through its endpoint.")
 
 
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("caption.model", f"{file.name} of {file.parent.name} is no JSON: the download is damaged."[:118], f"{file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError("caption.model", f"{file.name} of {file.parent.name} is not a model's."[:118], "Give a Hugging Face folder of a Qwen2.5-Omni model.")
+    return found
+
+
 def _normalisation(folder: Path) -> tuple[Tensor, Tensor]:
     file = folder / "preprocessor_config.json"
-    told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    told = _json(file) if file.is_file() else {}
     return torch.tensor(told.get("image_mean", CLIP_MEAN)), torch.tensor(told.get("image_std", CLIP_STD))

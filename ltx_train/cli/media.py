@@ -9,17 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..captioner.endpoint import GEMINI, HOST_KEYS, HOSTS_VARIABLE, KEY_VARIABLE
+from ..captioner.endpoint import GEMINI, HOST_KEYS, HOSTS_VARIABLE, KEY_VARIABLE, host_of
 from ..config import parse_section
 from ..data.listing import VIDEO_EXTENSIONS
 from ..data.scenes import THRESHOLDS, SceneSection, find_scenes, split
 from ..errors import ConfigError, DataError
 
+LIBRARY = ("content", "adaptive", "threshold", "histogram", "hash")
+OF_DETECTORS = {
+    "luma_only": ("content", "adaptive"), "adaptive_window": ("adaptive",), "fade_bias": ("threshold",), "downscale": LIBRARY, "frame_skip": LIBRARY, "stats_file": LIBRARY,
+}  # fmt: skip
+"""Options of split that only some detectors know."""
 CONTROLS = ("canny", "blur", "low_resolution", "grey", "depth")
 
 
@@ -94,9 +98,9 @@ def captioner_section(options: argparse.Namespace) -> tuple[dict[str, Any], froz
     if kind == "gemini_flash":
         own = {"url": GEMINI, "model": "gemini-3.5-flash", "send": "frames"}
         values = {**values, **{k: v for k, v in own.items() if values[k] is None}}
-        hosts = frozenset({str(urlsplit(GEMINI).hostname)})  # chosen by name
+        hosts = frozenset({host_of(GEMINI)})  # chosen by name
     values = {k: v for k, v in values.items() if v is not None}
-    if urlsplit(values.get("url", "")).hostname in HOST_KEYS:
+    if host_of(values.get("url", "")) in HOST_KEYS:
         values["repetition_penalty"] = None  # these services refuse what they do not know
     return values, hosts
 
@@ -130,6 +134,10 @@ def _split_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run_split(options: argparse.Namespace) -> int:
     films = _films(options.video)
+    if options.save_images < 0:
+        raise ConfigError("scenes.images", f"--save-images {options.save_images}: there are no fewer than 0 pictures.", "Give how many pictures of each scene you want to look at.")
+    if options.stats_file and len(films) > 1:
+        raise ConfigError("scenes.stats", f"--stats-file is for one film; {options.video} holds {len(films)}: each would write over the one before.", "Give one film.")
     written: dict[str, list[str]] = {}
     failed: dict[str, str] = {}
     with _Bar("films", options.json) as bar:
@@ -159,7 +167,7 @@ def _split_one(film: Path, options: argparse.Namespace) -> list[Path]:
     section = scene_section(options, film)
     clips = split(film, options.output, section)
     if options.save_images > 0:
-        _save_images(film, section, options.output / ".images", options.save_images)
+        _save_images(film, section, clips, options.output / ".images", options.save_images)
     return clips
 
 
@@ -172,6 +180,9 @@ def scene_section(options: argparse.Namespace, film: Path) -> SceneSection:
     times = {"filter_shorter_than": "filter_shorter_than", "max_length": "max_seconds", "skip_start": "skip_start", "skip_end": "skip_end", "duration": "duration"}
     values |= {field: seconds(getattr(options, name)) for name, field in times.items() if getattr(options, name) is not None}
     values["luma_only"] = options.luma_only
+    for name, detectors in OF_DETECTORS.items():
+        if values.get(name) and options.detector not in detectors:
+            raise ConfigError("scenes.option", f"--{name.replace('_', '-')} does nothing with the detector {options.detector}.", f"It is for --detector {' or '.join(detectors)}.")
     if options.min_scene_length is not None:
         found = probe(film)
         values["min_seconds"] = options.min_scene_length / found.fps if found.fps else None
@@ -188,7 +199,7 @@ def seconds(text: str) -> float:
     raise ConfigError("time", f"'{text[:40]}' is no time.", "Write it as 5s, 2.5, 500ms or 00:01:30.")
 
 
-def _save_images(film: Path, section: SceneSection, folder: Path, count: int) -> None:
+def _save_images(film: Path, section: SceneSection, clips: list[Path], folder: Path, count: int) -> None:
     """``count`` pictures of each scene, evenly spaced, in a hidden folder, so that no dataset takes them for stills."""
     from ..data.decode import pictures
     from ..data.probe import probe
@@ -196,12 +207,12 @@ def _save_images(film: Path, section: SceneSection, folder: Path, count: int) ->
     from ..data.writers import write_png
 
     found = probe(film)
-    for number, scene in enumerate(find_scenes(film, section), 1):
+    for clip, scene in zip(clips, find_scenes(film, section)):
         plan = scene_plan(found, scene)
         wanted = {round((n + 0.5) * plan.frames / count - 0.5): n + 1 for n in range(min(count, plan.frames))}
         for at, picture in enumerate(pictures(plan)):
             if at in wanted:
-                write_png(folder / f"{film.stem}-scene-{number:03d}-{wanted[at]:02d}.png", picture.pixels)
+                write_png(folder / f"{clip.stem}-{wanted[at]:02d}.png", picture.pixels)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from ..errors import ConfigError, MissingPackage
+from ..errors import ConfigError, MissingPackage, is_out_of_memory
 from ..section import Section
+from ..training.parallel import single_device
 
 METRIC = ("zoedepth", "depth_pro", "prompt_depth_anything")
 """Model types whose numbers are distances (larger is farther); the others give nearness."""
@@ -25,16 +27,20 @@ class DepthControl(Section):
 
     kind: Literal["depth"] = "depth"
     model_path: str = Field(description="A Hugging Face folder of a depth-estimation model.")
-    device: str = Field("auto", description="auto takes the GPU where there is one.")
+    device: str = Field("auto", description="auto takes the GPU where there is one.", pattern=r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$")
     trim: float = Field(0.5, ge=0, le=20, description="Percent of the darkest and brightest depths of a clip that are cut off before scaling.")
+
+    @cached_property
+    def estimator(self) -> _Estimator:
+        """The model, loaded once for all clips."""
+        return _Estimator(self)
 
     def apply(self, frames: Iterable[Tensor]) -> Iterator[Tensor]:
         """Depths of the whole clip wait in a temporary file, so that one scale serves all frames: depth does not flicker."""
-        estimate = _Estimator(self)
         with tempfile.TemporaryFile() as waiting:
             sizes, sample = [], []
             for frame in frames:
-                depth = estimate(frame)
+                depth = self.estimator(frame)
                 waiting.write(np.ascontiguousarray(depth, np.float32).tobytes())
                 sizes.append((depth.shape, tuple(frame.shape[:2])))
                 sample.append(depth[::8, ::8].ravel())
@@ -60,11 +66,13 @@ class _Estimator:
             from transformers import AutoImageProcessor, AutoModelForDepthEstimation
         except ImportError as error:
             raise MissingPackage("transformers", "Depth estimation") from error
-        name = control.device if control.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        device = single_device(control.device)
         try:
             self.processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-            self.model: Any = AutoModelForDepthEstimation.from_pretrained(folder, local_files_only=True).to(name).eval()
-        except (OSError, ValueError) as error:
+            self.model: Any = AutoModelForDepthEstimation.from_pretrained(folder, local_files_only=True).to(device).eval()
+        except Exception as error:  # noqa: B902 - a damaged or foreign folder fails in the libraries in as many ways as there are
+            if is_out_of_memory(error):
+                raise
             raise ConfigError("depth.model", f"The model in {folder.name} is no depth-estimation model."[:118], str(error)[:500]) from error
         config = self.model.config
         self.far_is_large = config.model_type in METRIC or getattr(config, "depth_estimation_type", "") == "metric"

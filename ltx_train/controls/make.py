@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,17 +14,20 @@ from torch import Tensor
 from ..data.cache import READER, digest, file_fingerprint
 from ..data.decode import pictures
 from ..data.findings import MediaError
+from ..data.listing import MEDIA_EXTENSIONS
 from ..data.probe import Probe, probe
 from ..data.scenes import Scene, scene_plan
 from ..data.sources import Captions, Sample, open_source
 from ..data.stills import read_still
 from ..data.tables import Table
-from ..data.writers import write_png, write_video
+from ..data.writers import Record, write_png, write_video
 from ..errors import ConfigError, DataError
 from ..section import Section
 from .kinds import CannyControl, Control
 
 RECORD = "references.json"
+NO_FOLDER = MEDIA_EXTENSIONS | frozenset(".txt .tsv .xlsx .xls .ods .parquet .yaml .yml .safetensors".split())
+"""Endings that nobody gives a folder."""
 SAVE_EVERY = 20
 
 
@@ -71,12 +73,13 @@ def make_references(
     check: called for every frame, may raise to stop. Raises DataError when the dataset cannot be read, ConfigError for bad settings.
     """
     folder, path = job.places()
+    _check_output(job, path)
     table = Table.read(path)
     samples = [s for s in open_source(job.dataset, captions=Captions(missing="empty")).samples() if s.media is None or not _inside(s.media, folder)]
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
         raise ConfigError("reference.folder", f"The folder {folder.name} holds other files.", "Give a new or empty folder, so that nothing of yours is mixed with references.")
     done = References(path, folder)
-    record = _Record(folder / RECORD)
+    record = Record(folder / RECORD)
     names = _Names()
     try:
         for number, sample in enumerate(samples, 1):
@@ -96,11 +99,20 @@ def make_references(
     return done
 
 
+def _check_output(job: ReferenceJob, table: Path) -> None:
+    """Raise ConfigError for an output that is meant as a file and is none that pairs clips, before anything is made."""
+    out = Path(job.output or "").expanduser()
+    if job.output and out.suffix.lower() in NO_FOLDER and not out.is_dir():
+        raise ConfigError("reference.output", f"References cannot be paired in '{out.name[:60]}'.", "Name a folder, or a file that ends in .json, .jsonl or .csv.")
+    if table.is_dir():
+        raise ConfigError("reference.output", f"The dataset file {table} is a folder.", "Name a file that ends in .json, .jsonl or .csv, or a folder whose dataset.jsonl is none.")
+
+
 def _inside(media: Path, folder: Path) -> bool:
     return media.absolute().is_relative_to(folder.absolute())
 
 
-def _one(job: ReferenceJob, sample: Sample, target: Path, record: _Record, done: References, check: Callable[[], None]) -> None:
+def _one(job: ReferenceJob, sample: Sample, target: Path, record: Record, done: References, check: Callable[[], None]) -> None:
     refused = next((f for f in sample.findings if f.refused), None)
     if sample.media is None or refused is not None:
         raise DataError(refused.code if refused else "row.no_media", refused.message if refused else "no media file")
@@ -170,23 +182,3 @@ def _is_still(sample: Sample) -> bool:
         return probe(sample.media).kind == "image"
     except MediaError:
         return False  # it fails later, with its name
-
-
-class _Record:
-    """What each reference was made from, so that a second run makes only what changed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.keys: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            self.keys = {}
-
-    def get(self, target: Path) -> str | None:
-        return self.keys.get(target.relative_to(self.path.parent).as_posix())
-
-    def set(self, target: Path, key: str) -> None:
-        self.keys[target.relative_to(self.path.parent).as_posix()] = key
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.keys, indent=1, sort_keys=True), encoding="utf-8")
-        os.replace(temporary, self.path)

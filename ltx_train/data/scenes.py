@@ -15,14 +15,17 @@ from torch import Tensor
 from ..errors import ConfigError, DataError, MissingPackage
 from ..section import Section
 from .buckets import Bucket, ClipOptions, ClipPlan, Placement
+from .cache import READER, digest, file_fingerprint
 from .colour import rgb
 from .decode import decoded, pictures
 from .probe import Probe, probe
 from .sound import read_sound
 from .sources import Sample
-from .writers import write_video
+from .writers import Record, write_video
 
 THRESHOLDS = {"simple": 27.0, "content": 27.0, "adaptive": 3.0, "threshold": 12.0, "histogram": 0.2, "hash": 0.35}
+RECORD = ".scenes.json"
+"""In a folder of clips: which film, and which part of it, each clip is."""
 
 
 class SceneSection(Section):
@@ -66,6 +69,7 @@ def find_scenes(path: Path, section: SceneSection | None = None, progress: Calla
     found = probe(path)
     if found.kind != "video":
         raise DataError("scenes.no_video", f"{path.name} is {found.kind}, not a video that could be cut.", "Give a video file.")
+    _check(section, path, found)
     cuts = _simple_cuts(found, section, progress) if section.detector == "simple" else _library_cuts(path, found, section)
     begin, end = section.skip_start, found.timeline.seconds - section.skip_end
     end = end if section.duration is None else min(end, begin + section.duration)
@@ -77,8 +81,26 @@ def find_scenes(path: Path, section: SceneSection | None = None, progress: Calla
         if edge - kept[-1] >= section.min_seconds and edges[-1] - edge >= section.min_seconds:
             kept.append(edge)
     scenes = [part for a, b in zip(kept, [*kept[1:], edges[-1]]) for part in _parts(Scene(a, b), section.max_seconds)]
+    longest = max(s.seconds for s in scenes)
     scenes = [s for s in scenes if s.seconds >= section.filter_shorter_than]
+    if not scenes:
+        raise DataError(
+            "scenes.nothing_left", f"No scene of {path.name} has {section.filter_shorter_than:g} s; its longest has {longest:.2f} s.",
+            "Lower filter_shorter_than, or raise max_seconds where that cuts the scenes.",
+        )  # fmt: skip
     return scenes[: section.max_scenes] if section.max_scenes else scenes
+
+
+def _check(section: SceneSection, path: Path, found: Probe) -> None:
+    """Raise ConfigError for what cannot be, before a long film is looked at."""
+    if section.stats_file and section.detector == "simple":
+        raise ConfigError("scenes.stats", "stats_file needs one of PySceneDetect's detectors; this one is simple.", "Choose content, adaptive, threshold, histogram or hash.")
+    if section.stats_file and section.frame_skip:
+        raise ConfigError("scenes.stats", f"stats_file tells of every frame; frame_skip {section.frame_skip} leaves some out.", "Leave one of the two out.")
+    if section.stats_file and Path(section.stats_file).expanduser().is_dir():
+        raise ConfigError("scenes.stats", f"stats_file {section.stats_file} is a folder.", "Name a .csv file.")
+    if section.max_seconds is not None and section.max_seconds * found.fps < 1:
+        raise ConfigError("scenes.max_seconds", f"max_seconds {section.max_seconds:g} is less than a frame of {path.name} ({1 / found.fps:.3f} s).", "Clips for training mostly have 2 to 10 seconds.")
 
 
 def _parts(scene: Scene, most: float | None) -> list[Scene]:
@@ -89,8 +111,6 @@ def _parts(scene: Scene, most: float | None) -> list[Scene]:
 
 def _simple_cuts(found: Probe, section: SceneSection, progress: Callable[[float], None] | None) -> list[float]:
     """Cuts where the mean change of hue, saturation and brightness (0..255) of a small picture passes the threshold."""
-    if section.stats_file:
-        raise ConfigError("scenes.stats", "stats_file needs one of PySceneDetect's detectors; this one is simple.", "Choose content, adaptive, threshold, histogram or hash.")
     limit = section.threshold or THRESHOLDS["simple"]
     last, cuts = None, []
     for seconds, small in _small_frames(found):
@@ -160,20 +180,40 @@ def split(
 ) -> list[Path]:
     """Write each scene as ``<stem>-scene-001.mp4`` with its sound into ``folder``; files that are there already are kept.
 
-    check: called for every frame, may raise to stop.
+    Of two films of one stem the second's clips are called ``<stem>_<extension>-scene-001.mp4``. check: called for every
+    frame, may raise to stop. Raises ConfigError where the folder holds other parts of the film, or another film's, by these names.
     """
     section = section or SceneSection()
     found = probe(path)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("scenes.folder", f"The clips need a folder; {folder} is a file.", "Give a new folder, or one that holds clips.")
     scenes = find_scenes(path, section, lambda _: check())
-    written = []
-    for number, scene in enumerate(scenes, 1):
-        target = folder / f"{path.stem}-scene-{number:03d}.mp4"
+    record, film = Record(folder / RECORD), file_fingerprint(path)
+    stem = _stem(path, record)
+    made_from = {
+        folder / f"{stem}-scene-{number:03d}.mp4": f"{digest([READER, film, scene.start, scene.end, section.crf])} {path.name}" for number, scene in enumerate(scenes, 1)
+    }
+    if any(target.exists() and record.get(target) not in (None, key) for target, key in made_from.items()):
+        raise ConfigError(
+            "scenes.other", f"{folder.name} holds clips of {path.name} that were cut another way, or of another film of this name.",
+            f"Nothing is written over: give another folder, or delete {stem}-scene-*.mp4 there first.",
+        )  # fmt: skip
+    for number, (scene, (target, key)) in enumerate(zip(scenes, made_from.items()), 1):
         if not target.exists():
             write_scene(found, scene, target, section.crf, check)
-        written.append(target)
+            record.set(target, key)
         if progress:
             progress(number, len(scenes))
-    return written
+    return list(made_from)
+
+
+def _stem(path: Path, record: Record) -> str:
+    """What a film's clips are called by: its stem, with the extension behind it where another film's clips have that."""
+    for stem in (path.stem, f"{path.stem}_{path.suffix[1:].lower()}"):
+        owners = {key.partition(" ")[2] for name, key in record.keys.items() if name.lower().startswith(f"{stem}-scene-".lower())}
+        if owners <= {path.name}:
+            return stem
+    return path.name
 
 
 def write_scene(found: Probe, scene: Scene, target: Path, crf: int = 14, check: Callable[[], None] = lambda: None) -> None:

@@ -1,7 +1,8 @@
-"""Writing clips: mp4 at the true rate with stereo sound, png, wav; each file appears at once or not at all."""
+"""Writing clips: mp4 at the true rate with stereo sound, png, wav; each file appears at once or not at all. What they were made from."""
 
 from __future__ import annotations
 
+import json
 import os
 import wave
 from collections.abc import Iterable, Iterator
@@ -120,3 +121,25 @@ def write_png(path: str | Path, frame: Tensor | np.ndarray) -> Path:
     with _appearing(path) as temporary:
         Image.fromarray(np.ascontiguousarray(array)).save(temporary, format="PNG")
     return path
+
+
+class Record:
+    """What each file of a folder was made from, so that a second run makes only what changed; a damaged record says nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            told = {}
+        self.keys: dict[str, str] = {k: v for k, v in told.items() if isinstance(v, str)} if isinstance(told, dict) else {}
+
+    def get(self, target: Path) -> str | None:
+        """What a file was made from; None for one that is not ours."""
+        return self.keys.get(target.relative_to(self.path.parent).as_posix())
+
+    def set(self, target: Path, key: str) -> None:
+        """Note what a file was made from, on the disk at once."""
+        self.keys[target.relative_to(self.path.parent).as_posix()] = key
+        with _appearing(self.path) as temporary:
+            temporary.write_text(json.dumps(self.keys, indent=1, sort_keys=True), encoding="utf-8")

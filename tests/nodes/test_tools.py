@@ -57,8 +57,10 @@ def test_a_film_becomes_clips_and_their_place(pack, here):
     assert sorted(p.name for p in (pack.host.base / "datasets" / "my scenes").glob("*.mp4")) == ["film-scene-001.mp4", "film-scene-002.mp4"]
     node.execute("input/film.mp4", "datasets/my scenes", min_seconds=0.5, threshold=0.0)
     assert here == ["split"], "the same is not done twice"
-    node.execute("input/film.mp4", "datasets/my scenes", min_seconds=0.5, threshold=0.0, max_seconds=0.5)
-    assert here == ["split", "split"]
+    with pytest.raises(pack.engine("errors").LtxTrainError, match="cut another way"):
+        node.execute("input/film.mp4", "datasets/my scenes", min_seconds=0.5, threshold=0.0, max_seconds=0.5)
+    node.execute("input/film.mp4", "datasets/shorter scenes", min_seconds=0.5, threshold=0.0, max_seconds=0.5)
+    assert here == ["split", "split", "split"] and len(list((pack.host.base / "datasets" / "shorter scenes").glob("*.mp4"))) == 4
 
 
 @pytest.mark.parametrize("folder", ["../away", "datasets/../../away", "output/x", "input/", "", "/etc"])
