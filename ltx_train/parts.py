@@ -270,6 +270,6 @@ def model_card(config: TrainConfig, live: LiveRun, step: int) -> ModelCard:
     samples = tuple((live.dir.path / s.path, s.prompt) for s in history.samples.values() if s.step == step)
     checkpoint = config.model.open()
     return ModelCard(
-        title=live.dir.name, base_model=checkpoint.family.title, trigger=config.data.captions.trigger or "", steps=step, samples=samples,
+        title=live.dir.name, base_model=checkpoint.family.base_models[0], trigger=config.data.captions.trigger or "", steps=step, samples=samples,
         rank=config.lora.rank if config.lora else None,
     )  # fmt: skip
