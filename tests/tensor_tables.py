@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from ltx_train.models.families import TRANSFORMER_PREFIX, Family, TransformerConfig, detect_family, parse_config, transformer_config
+
 DATA = Path(__file__).parent / "data" / "checkpoints"
 
 
@@ -37,6 +39,13 @@ def table(name: str) -> dict[str, tuple[tuple[int, ...], str, str]]:
 def shapes(name: str, *components: str) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape of the given components (by prefix of the component's name), or of all."""
     return {n.rpartition("|")[2]: s for n, (s, _, c) in table(name).items() if not components or c.startswith(components)}
+
+
+def detect(tensors: dict[str, tuple[int, ...]], metadata: dict | None = None) -> tuple[Family, TransformerConfig]:
+    """Family and config of these tensors, with or without the transformer's prefix, in a file of this metadata."""
+    bare = {n.removeprefix(TRANSFORMER_PREFIX): s for n, s in tensors.items() if n.startswith(TRANSFORMER_PREFIX)} or tensors
+    family = detect_family(bare)
+    return family, transformer_config(family, bare, parse_config(metadata).get("transformer") or {})
 
 
 def write_hollow(path: Path, entries: dict[str, tuple[tuple[int, ...], str]], metadata: dict[str, str] | None = None) -> Path:

@@ -249,11 +249,8 @@ def pixel_facts(plan: ClipPlan) -> list[Any]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What preprocessing will need: bytes on disk and how many things are still to encode."""
+    """What preprocessing will need of the disk, and what is free on it."""
 
-    clips: int
-    clips_cached: int
-    texts: int
     bytes_needed: int
     bytes_free: int
 
@@ -268,18 +265,15 @@ def forecast(
     """Disk that the entries still missing will take: float32 latents, bfloat16 text features of about one token per 4 letters."""
     import shutil
 
-    clips = cached = needed = 0
+    needed = 0
     for plan in plans:
-        clips += 1
         if plan.bucket is not None and cache.has(cache.video_key(plan, codec)):
-            cached += 1
             continue
         needed += plan.bucket.tokens(factors) * channels * 4 if plan.bucket else 0
         needed += round(plan.seconds * 25) * 128 * 4 if audio and plan.sound is not None else 0
         needed += 4096
-    distinct = set(captions)
-    needed += sum((len(text) // 4 + 2) * text_width * 2 for text in distinct)
+    needed += sum((len(text) // 4 + 2) * text_width * 2 for text in set(captions))
     folder = cache.root
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return Forecast(clips, cached, len(distinct), needed, shutil.disk_usage(folder).free)
+    return Forecast(needed, shutil.disk_usage(folder).free)

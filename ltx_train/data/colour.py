@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-BT709, BT601, BT2020 = 1, 5, 9
+BT709, BT601 = 1, 5
 _SWS_MATRIX = {1: 1, 4: 4, 5: 5, 6: 5, 7: 7, 9: 9, 10: 9}  # AVColorSpace -> SWS_CS_*
 REFERENCE_WHITE = 203.0  # nits of HDR reference white (ITU-R BT.2408)
 PEAK = 1000.0

@@ -211,39 +211,36 @@ def _mask_tensor(path: Path) -> Tensor:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A planned clip read from disk: the clip and its roles, or the error that names what is wrong with it."""
+    """A planned clip read from disk without its sounds: the pictures and their roles, or the error that names what is wrong with them."""
 
     plan: ClipPlan
     clip: Clip | None = None
     reference: Clip | None = None
     reference_plan: ClipPlan | None = None
-    reference_sound: Sound | None = None
     video_mask: Tensor | None = None
     error: DataError | None = None
     notes: tuple[Finding, ...] = field(default_factory=tuple)
 
 
-def read_all(plan: ClipPlan, factors: VideoFactors, wanted: frozenset[str] | None = None, threads: int = 0, sound: bool = True) -> Prepared:
-    """A clip with every role it has (or those in ``wanted``); errors are kept, not raised."""
+def read_all(plan: ClipPlan, factors: VideoFactors, wanted: frozenset[str] | None = None, threads: int = 0) -> Prepared:
+    """A clip's pictures with every role of theirs (or those in ``wanted``); errors are kept, not raised."""
     try:
         plan = fill_motion(plan)
         roles = {role for role in plan.sample.roles if wanted is None or role in wanted}
-        clip = read_clip(plan, threads=threads, sound=sound)
-        reference_plan = reference = heard = mask = None
+        clip = read_clip(plan, threads=threads, sound=False)
+        reference_plan = reference = mask = None
         notes = clip.notes
         if "reference_video" in roles and plan.bucket:
             found = plan_reference(plan, probe(plan.sample.roles["reference_video"]), factors)
             if isinstance(found, Finding):
                 raise MediaError(found.code, f"{plan.sample.id}: {found.message}")
             reference_plan, reference = found, read_clip(found, threads=threads, sound=False)
-        if sound and "reference_audio" in roles:
-            heard = read_reference_audio(plan)
         if "video_mask" in roles and plan.bucket:
             mask = read_mask(plan, factors)
             if mask.unique().numel() == 1:
                 notes += (Finding("mask.empty", f"every cell of the mask is {int(mask.flatten()[0])}"),)
         notes += reference_plan.notes if reference_plan else ()
-        return Prepared(plan, clip, reference, reference_plan, heard, mask, None, notes)
+        return Prepared(plan, clip, reference, reference_plan, mask, None, notes)
     except DataError as error:
         return Prepared(plan, error=error)
 
@@ -253,17 +250,17 @@ AHEAD_BYTES = 2 << 30
 
 
 def prepare(
-    batches: Sequence[Sequence[ClipPlan]], factors: VideoFactors, *, wanted: frozenset[str] | None = None, workers: int = 2, ahead: int | None = None, sound: bool = False, stop: threading.Event | None = None
+    batches: Sequence[Sequence[ClipPlan]], factors: VideoFactors, *, wanted: frozenset[str] | None = None, workers: int = 2, ahead: int | None = None, stop: threading.Event | None = None
 ) -> Iterator[list[Prepared]]:
     """The batches in order, read by ``workers`` threads at most ``ahead`` clips before they are asked for (None: every thread has one
     at hand and one in work, as far as ``AHEAD_BYTES`` go).
 
-    sound: read sound too (encoders of pictures do without). Membership and order are those of ``batches``, however fast the threads are. Closing the iterator ends the threads.
+    Membership and order are those of ``batches``, however fast the threads are. Closing the iterator ends the threads.
     """
     queue = [item for batch in batches for item in batch]
     if workers < 1:
         for batch in batches:
-            yield [read_all(item, factors, wanted, 0, sound) for item in batch]
+            yield [read_all(item, factors, wanted) for item in batch]
         return
     if ahead is None:
         largest = max((b.width * b.height * b.frames * 3 for item in queue if (b := item.bucket) is not None), default=1)
@@ -273,7 +270,7 @@ def prepare(
     threads = 1 if workers > 1 else 0
 
     def read(item: ClipPlan) -> Prepared:
-        return read_all(item, factors, wanted, threads, sound)
+        return read_all(item, factors, wanted, threads)
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="read-clips")
     try:

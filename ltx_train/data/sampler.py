@@ -90,12 +90,6 @@ class BucketSampler:
         first = (micro * world + rank) * self.batch_size
         return list(range(first, first + self.batch_size))
 
-    def epoch_of(self, step: int, world: int = 1) -> float:
-        """Passes over the data before ``step`` of the stage it is in."""
-        stage = bisect_right([s.from_step for s in self.stages], step) - 1
-        done = (step - self.stages[stage].from_step) * self.accumulation * world * self.batch_size
-        return done / sum(len(line) for line in self._lines[stage].values())
-
     def dropped(self, probability: float, step: int, micro: int = 0, rank: int = 0, world: int = 1, name: str = "caption") -> list[bool]:
         """Which samples of a micro-batch lose their caption: a coin keyed by (seed, name, step, slot), independent by name."""
         return [probability > 0 and _uniform(self.seed, name, step, slot) < probability for slot in self.slots(step, micro, rank, world)]

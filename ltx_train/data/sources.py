@@ -277,8 +277,6 @@ class ChainSource(DatasetSource):
         return made
 
 
-Source = FolderSource | TableSource | MemorySource | ChainSource
-
 TABLE_EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl")
 
 

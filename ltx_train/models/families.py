@@ -103,6 +103,7 @@ class Family:
     text: the encoder (``t5``, ``gemma3``, ``gemma4``); feature_kind: what its features are (``t5``, ``v1``, ``v2``).
     features: widths of the cached features: (video,) or (video, audio).
     known: key of its production config in known_configs.json, for files without ``config`` metadata.
+    base_models: where it is on the Hub, the repository of its own first.
     supplies: component -> the file that holds it, for error texts.
     """
 
@@ -128,9 +129,6 @@ class Family:
         """Names of all parts that a complete model of this family has."""
         av = ("connectors", "text_projection", "video_vae", "audio_vae", "vocoder")
         return ("transformer", *(av if self.audio else ("video_vae",)), "text_encoder")
-
-
-_UNIFIED = "the unified checkpoint"
 
 
 def _unified(file: str, encoder: str) -> dict[str, str]:
@@ -213,26 +211,6 @@ def detect_family(shapes: Mapping[str, tuple[int, ...]]) -> Family:
         return FAMILIES["ltx2"]
     bare_ff = "transformer_blocks.0.ff.net.0.proj.bias" not in shapes
     return FAMILIES["ltx2.5" if bare_ff or "keyframes_abs_pos_embedding" in shapes else "ltx2.3"]
-
-
-def detect(names_and_shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, Any] | None = None) -> tuple[Family, TransformerConfig]:
-    """Family and transformer config from tensors first, then from metadata ``config``, then from the family's row.
-
-    names_and_shapes: with or without ``model.diffusion_model.``; other components may be among them.
-    metadata: a file's ``__metadata__`` (``config`` as a JSON string or a dict). What contradicts the tensors is not used.
-    """
-    shapes = bare_transformer_shapes(names_and_shapes)
-    family = detect_family(shapes)
-    said = parse_config(metadata).get("transformer") or {}
-    return family, transformer_config(family, shapes, said)
-
-
-def bare_transformer_shapes(names_and_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Only the transformer's tensors, without their prefix."""
-    prefix = TRANSFORMER_PREFIX
-    if any(n.startswith(prefix) for n in names_and_shapes):
-        return {n[len(prefix) :]: tuple(s) for n, s in names_and_shapes.items() if n.startswith(prefix)}
-    return {n: tuple(s) for n, s in names_and_shapes.items()}
 
 
 def parse_config(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +93,3 @@ def psnr(one: Tensor, other: Tensor) -> float:
 def snr(reference: Tensor, other: Tensor) -> float:
     """Signal to noise ratio in dB, over all samples."""
     return float(10 * torch.log10(reference.square().sum() / (reference - other).square().sum().clamp(min=1e-20)))
-
-
-def agreement(found: Sequence[object], wanted: Sequence[object]) -> float:
-    """Share of the places where two lists say the same."""
-    return sum(a == b for a, b in zip(found, wanted, strict=True)) / max(1, len(wanted))

@@ -14,9 +14,10 @@ from ltx_train.data.cache import Cache
 from ltx_train.data.dataset import CachedDataset, DataSection, make_sampler
 from ltx_train.data.findings import MediaError
 from ltx_train.data.manifest import Manifest, manifest_entry
-from ltx_train.data.media import prepare, read_mask
+from ltx_train.data.media import prepare, read_mask, read_sound_of
 from ltx_train.data.report import make_report
 from ltx_train.data.sources import FolderSource, open_source
+from ltx_train.errors import DataError
 from ltx_train.geometry import AudioGrid, Latents, VideoFactors, VideoGrid
 from ltx_train.text import Context, TextFeatures
 from ltx_train.tiny import media as tiny
@@ -34,9 +35,13 @@ def fake_video(frames):
 def encode_all(report, cache):
     """What preprocessing does, in a few lines."""
     entries, refused = [], []
-    for batch in prepare(encode_batches(report.plans, 2), FACTORS, workers=2, sound=True):
+    for batch in prepare(encode_batches(report.plans, 2), FACTORS, workers=2):
         for item in batch:
-            if item.error is not None:
+            try:
+                if item.error is not None:
+                    raise item.error
+                sound = read_sound_of(item.plan)
+            except DataError:
                 refused.append(item.plan.id)
                 continue
             plan, clip = item.plan, item.clip
@@ -45,7 +50,7 @@ def encode_all(report, cache):
                 video = cache.video_key(plan, "fake")
                 grid = VideoGrid.of_pixels(plan.bucket.width, plan.bucket.height, plan.bucket.frames, float(plan.fps), FACTORS)
                 cache.put_latents(video, Latents(fake_video(clip.frames), grid))
-            if clip.audio_present:
+            if sound is not None:
                 audio = cache.audio_key(plan, "fake")
                 grid = GRID.of_seconds(plan.seconds)
                 cache.put_latents(audio, Latents(torch.ones(1, 8, grid.steps, 16), grid))

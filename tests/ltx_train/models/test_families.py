@@ -7,8 +7,8 @@ import json
 import pytest
 
 from ltx_train.errors import CheckpointError
-from ltx_train.models.families import FAMILIES, TransformerConfig, detect, known_config, parse_config
-from tests.tensor_tables import DATA, shapes
+from ltx_train.models.families import FAMILIES, TransformerConfig, known_config, parse_config
+from tests.tensor_tables import DATA, detect, shapes
 
 # table, family, known config key; sizes of the published models
 PUBLISHED = [

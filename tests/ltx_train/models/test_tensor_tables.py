@@ -13,7 +13,7 @@ from ltx_train.models.connectors import Connectors
 from ltx_train.models.families import FAMILIES, known_config
 from ltx_train.models.transformer import load_transformer, transformer_source
 from ltx_train.models.weights import check_weights
-from tests.tensor_tables import table, write_hollow
+from tests.tensor_tables import detect, shapes, table, write_hollow
 
 UNIFIED = {"ltxv-2b-0.9.0": "ltxv-2b", "ltxv-2b-0.9.1": "ltxv-2b", "ltxv-2b-0.9.5": "ltxv-2b", "ltxv-13b-0.9.7": "ltxv-13b", "ltx2-19b": "ltx2", "ltx2.3-22b": "ltx2.3"}
 SPLIT = {
@@ -184,7 +184,4 @@ def test_nvfp4_file_of_the_vendor(tmp_path):
 
 def open_config(name: str):
     """The transformer config of a plain file of the same model."""
-    from ltx_train.models.families import detect
-    from tests.tensor_tables import shapes
-
     return detect(shapes(name, "transformer"))[1]
