@@ -133,6 +133,10 @@ def test_batches_split_in_any_way_agree():
 def test_draws_differ_by_step_seed_slot_and_stream():
     keys = {key_of(*parts) for parts in [(0, 0, 0, "video"), (1, 0, 0, "video"), (0, 1, 0, "video"), (0, 0, 1, "video"), (0, 0, 0, "audio"), (0, 10, "video"), (0, 1, 0)]}
     assert len(keys) == 7
+    one = {"seed": 0, "step": 0, "slot": 0, "modality": "video", "purpose": "noise"}
+    other = {"seed": 1, "step": 1, "slot": 1, "modality": "audio", "purpose": "sigma"}
+    drawn = {keyed_generator(**parts).initial_seed() for parts in (one, *({**one, name: value} for name, value in other.items()))}
+    assert len(drawn) == 6, "each part of the key changes what is drawn"
     step = TrainStep(FakeTransformer(), mode("t2v").strategy(), FlowMatchingSection())
     again = [step(batch(), seed=0, step=7, slot=0).loss.item() for _ in range(2)]
     assert again[0] == again[1] != step(batch(), seed=0, step=8, slot=0).loss.item()
