@@ -1,4 +1,4 @@
-"""For all tests: one thread a process, and no collection of garbage that looks again and again through what stays."""
+"""For all tests: one thread a process, no GPU unless asked for, and no collection of garbage that looks again and again through what stays."""
 
 import gc
 import os
@@ -8,6 +8,9 @@ import pytest
 
 # pytest's workers share the processors already; tiny tensors are quickest on one thread, and sums are then the same everywhere
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# what they compare to the bit is a CPU's; many fork, which a process that has used CUDA cannot
+if os.environ.get("LTX_TRAIN_GPU") != "1":
+    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 LIBRARY = 100
 """Modules that a test has loaded when it has brought a library with it."""

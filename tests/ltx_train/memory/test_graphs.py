@@ -228,7 +228,7 @@ def test_recordings_end_somewhere_and_passes_that_skip_are_not_recorded(taped, m
     assert (len(model.pass_runner.recordings), len(model.pass_runner.seen)) == (1, 2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA card")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA card and LTX_TRAIN_GPU=1")
 @pytest.mark.parametrize("streamed", [0, 4, 6])
 def test_recorded_equals_launched(streamed):
     torch._dynamo.reset()
@@ -247,7 +247,7 @@ def test_recorded_equals_launched(streamed):
     assert len(model.pass_runner.recordings) == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA card")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA card and LTX_TRAIN_GPU=1")
 @pytest.mark.parametrize("streamed", [0, 4, 6])
 def test_recorded_groups_equal_launched(streamed):
     torch._dynamo.reset()
