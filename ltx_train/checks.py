@@ -25,10 +25,10 @@ from .models.weights import check_weights
 from .network import check_combination
 from .preprocess import report_on
 from .run_setup import find_run
-from .sampling.recipe import ValidationSection
 from .trained_weights import newest_weights, other_family
 from .training.parallel import single_device
 from .training_data import check_family, check_prior, check_roles, check_sizes
+from .validation import plan_samples
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -180,18 +180,8 @@ def check_previews(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
     section = config.validation
     if not section.active:
         return ["previews: none"]
-    check_samples(section, checkpoint)
+    plan_samples(section, checkpoint)
     return [f"previews: {len(section.samples)} every {section.interval} steps"]
-
-
-def check_samples(section: ValidationSection, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for samples whose files are not there or whose sizes the model cannot make."""
-    missing = section.missing_files()
-    if missing:
-        raise ConfigError("validation.file", f"There is no file {missing[0].name} for a validation sample.", f"Named: {', '.join(map(str, missing))}.")
-    for sample in section.samples:
-        section.streams_of(sample, has_audio=checkpoint.family.audio)
-        section.video_grid(sample, checkpoint.video_factors)
 
 
 def check_run(config: TrainConfig) -> str:

@@ -285,7 +285,9 @@ def plan_samples(section: ValidationSection, checkpoint: Checkpoint) -> list[tup
         for condition in sample.conditions:
             if condition.modality not in streams:
                 raise ConfigError("sample.stream", f"{condition.type}: this sample makes no {condition.modality}.", f"Generate {condition.modality}, or leave the condition out.")
-            condition.check(checkpoint.audio_grid.of_seconds(grid.seconds) if condition.modality == "audio" else grid)
+            own = checkpoint.audio_grid.of_seconds(grid.seconds) if condition.modality == "audio" else grid
+            condition.check(own)
+            condition.needs(own)
         plans.append((streams, grid, recipe))
     return plans
 

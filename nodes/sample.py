@@ -8,6 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..ltx_train.errors import LtxTrainError
+from ..ltx_train.runs.events import WarningEvent
 from ..ltx_train.runs.run_dir import RunDir
 from . import compose, jobs, paths, schema, sockets
 from .follow import Screen
@@ -73,6 +74,8 @@ class LTXTrainSample(io.ComfyNode):
         if not (jobs.done_before(run, mark, told) and newest_sample(run) is not None):
             jobs.carry_out(job, screen)
             jobs.mark_done(mark, told)
+        if warnings := [e.message for e in run.events().events if isinstance(e, WarningEvent) and e.code.startswith("lora.")]:
+            screen.text("\n".join(dict.fromkeys(warnings)))
         path = newest_sample(run)
         if path is None:
             raise LtxTrainError("sample.none", "The job left no sample.", f"See {run.log_path}.")

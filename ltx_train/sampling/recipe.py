@@ -31,6 +31,8 @@ NEGATIVE_PROMPT = (
 Dims = tuple[int, int, int]
 SEEDS = (-(2**63), 2**64 - 1)
 """The least and the largest seed that a generator takes."""
+LARGEST = 16384
+"""The largest side, and the most frames, of a sample: what no card holds, and torch's own sizes run over far beyond."""
 
 MODEL_NUMBERS = (
     "inference_steps", "video_cfg_scale", "audio_cfg_scale", "video_stg_scale", "audio_stg_scale", "stg_blocks",
@@ -89,6 +91,14 @@ class ValidationSample(Section):
         return next((c.freezes for c in self.conditions if c.freezes), None)
 
 
+def is_file(path: Path) -> bool:
+    """Whether a named file is there, ``~`` expanded; False too for a name that no disk takes."""
+    try:
+        return path.expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, the home of nobody
+        return False
+
+
 def possible_seed(seed: int) -> int:
     """The seed; ValueError for one that no generator takes."""
     if not SEEDS[0] <= seed <= SEEDS[1]:
@@ -121,12 +131,12 @@ class Recipe:
 class ValidationSection(Section):
     """Previews: what is sampled, how and when. The official fields come first, with their defaults."""
 
-    samples: tuple[ValidationSample, ...] = Field((), description="Clips to make.")
+    samples: tuple[ValidationSample, ...] = Field((), description="Clips to make. The older prompts (texts, or one text), images and reference_videos are taken too.")
     negative_prompt: str = Field(NEGATIVE_PROMPT, description="What to keep away from, where cfg is above 1.")
     video_dims: Dims = Field((960, 544, 89), description="Width, height, frames.")
-    frame_rate: float = Field(24.0, gt=0, description="Frames a second.")
+    frame_rate: float = Field(24.0, ge=1, le=240, description="Frames a second.")
     seed: int = Field(42, description="Seed of all samples without their own.")
-    inference_steps: int = Field(30, gt=0, description="Denoising steps.")
+    inference_steps: int = Field(30, gt=0, le=1000, description="Denoising steps.")
     interval: int | None = Field(100, gt=0, description="Steps between previews; None: none.")
     video_cfg_scale: float = Field(3.0, ge=1, description="Prompt guidance of the video; 1 is off.")
     audio_cfg_scale: float = Field(7.0, ge=1, description="Prompt guidance of the sound; 1 is off.")
@@ -203,7 +213,7 @@ class ValidationSection(Section):
     def missing_files(self) -> list[Path]:
         """Named condition files that do not exist."""
         named = [path for s in self.samples for c in s.conditions for path in c.files()] + [Path(s.noise) for s in self.samples if s.noise]
-        return [path for path in dict.fromkeys(named) if not path.is_file()]
+        return [path for path in dict.fromkeys(named) if not is_file(path)]
 
     def streams_of(self, sample: ValidationSample, *, has_audio: bool) -> tuple[str, ...]:
         """The streams of a sample, given or generated. has_audio: the model knows sound."""
@@ -219,11 +229,11 @@ class ValidationSection(Section):
     def video_grid(self, sample: ValidationSample, factors: VideoFactors) -> VideoGrid:
         """The latent grid of a sample; ConfigError for sizes that do not fit the VAE."""
         width, height, frames = sample.video_dims or self.video_dims
-        if min(width, height, frames) < 1 or width % factors.width or height % factors.height or frames % factors.time != 1 % factors.time:
-            near = lambda value, unit, least: max(least, (value + unit // 2) // unit * unit)  # noqa: E731
+        if min(width, height, frames) < 1 or max(width, height, frames - 1) > LARGEST or width % factors.width or height % factors.height or frames % factors.time != 1 % factors.time:
+            near = lambda value, unit, least: min(max(least, (value + unit // 2) // unit * unit), LARGEST // unit * unit)  # noqa: E731
             raise ConfigError(
                 "sample.dims",
-                f"video_dims {width}x{height}x{frames}: the sides must be multiples of {factors.width}, frames {factors.time}n+1."[:118],
+                f"video_dims {width}x{height}x{frames}: the sides must be multiples of {factors.width}, frames {factors.time}n+1, up to {LARGEST}.",
                 f"Nearest: {near(width, factors.width, factors.width)}x{near(height, factors.height, factors.height)}x{near(frames - 1, factors.time, 0) + 1}.",
             )
         return VideoGrid.of_pixels(width, height, frames, 24.0 if frames == 1 else self.frame_rate, factors)
@@ -324,7 +334,7 @@ def _migrated(data: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"stg_mode: {kind!r} is neither stg_av nor stg_v")
         stg = 1.0 if stg is None else stg
         data.update(video_stg_scale=stg, audio_stg_scale=0.0 if kind == "stg_v" else stg)
-    prompts, images, references = (data.pop(name, None) for name in ("prompts", "images", "reference_videos"))
+    prompts, images, references = (_listed(name, data.pop(name, None)) for name in ("prompts", "images", "reference_videos"))
     factor, show = data.pop("reference_downscale_factor", None) or 1, data.pop("include_reference_in_output", None) or False
     if not prompts:
         if images or references:
@@ -336,7 +346,7 @@ def _migrated(data: dict[str, Any]) -> dict[str, Any]:
         if files and len(files) != len(prompts):
             raise ValueError(f"{name}: {len(files)} files for {len(prompts)} prompts")
         for file in files or ():
-            if file and not Path(file).expanduser().is_file():
+            if file and not (isinstance(file, str | Path) and is_file(Path(file))):
                 raise ValueError(f"{name}: there is no file {file}")
     samples = []
     for index, prompt in enumerate(prompts):
@@ -347,6 +357,15 @@ def _migrated(data: dict[str, Any]) -> dict[str, Any]:
             conditions.append({"type": "reference", "video": str(references[index]), "downscale_factor": factor, "include_in_output": show})
         samples.append({"prompt": prompt, "conditions": conditions})
     return {**data, "samples": samples}
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    """The older fields' values as a list: one text is a list of one."""
+    if value is None or isinstance(value, str | Path):
+        return [value] if value else []
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name}: a list of texts, or one text, is needed, not {value!r:.40}")
+    return list(value)
 
 
 def _refuse_mix(old: str, new: tuple[str, ...], data: Mapping[str, Any]) -> None:

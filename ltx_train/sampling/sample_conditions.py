@@ -185,7 +185,7 @@ class _RunSample(_EitherStream):
     """A beginning or an end, by frames or seconds; without either as much as the file holds."""
 
     num_frames: int | None = Field(None, ge=1, description="Given frames of a video.")
-    duration: float | None = Field(None, gt=0, description="Given seconds.")
+    duration: float | None = Field(None, gt=0, le=3600, description="Given seconds.")
 
     @model_validator(mode="after")
     def _units(self) -> _RunSample:

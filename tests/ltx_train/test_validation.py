@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ltx_train import validation
+from ltx_train.checks import check_config
 from ltx_train.conditioning.state import LatentState
 from ltx_train.config import LoraUse, SampleJob
 from ltx_train.decode import decode_kept, keep_latents, read_kept, side_by_side
@@ -249,10 +250,17 @@ def test_a_lora_of_another_family_that_fits_is_warned_of(home, lora):
     assert told == ["l.safetensors was trained on LTX-2 19B, not on LTX-2.3 22B.", "l.safetensors: 1 of its 2 modules are not in this model."]
 
 
-def test_an_impossible_preview_is_told_before_the_dataset_is_encoded(home, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fields, said", [
+    ({"stg_blocks": [99]}, "stg_blocks"), ({"video_dims": [64, 0, 9]}, "video_dims"), ({"schedule_tokens": 10**9}, "schedule_tokens"),
+    ({"samples": [{"prompt": "a", "conditions": [{"type": "keyframe", "image": __file__, "frame": 9}]}]}, "frame 9"),
+    ({"samples": [{"prompt": "a", "conditions": [{"type": "reference", "video": __file__, "downscale_factor": 3}]}]}, "divided by 3"),
+])  # fmt: skip
+def test_an_impossible_preview_is_told_by_a_check_and_before_the_dataset_is_encoded(home, tmp_path, monkeypatch, fields, said):
     monkeypatch.setattr("ltx_train.parts.open_data", lambda *_: pytest.fail("the dataset was opened first"))
-    with pytest.raises(ConfigError, match="stg_blocks"):
-        train(job(home, tmp_path / "run", {**PREVIEW, "stg_blocks": [99]}))
+    config = job(home, tmp_path / "run", {**PREVIEW, **fields})
+    for look in (check_config, train):
+        with pytest.raises((ConfigError, DataError), match=said):
+            look(config)
 
 
 @pytest.mark.parametrize("fields, condition, said", [

@@ -58,6 +58,9 @@ def test_legacy_forms(tmp_path):
     assert section.samples[0].conditions == (FirstFrameSample(image_or_video=str(image)), ReferenceSample(video=str(clip), downscale_factor=2, include_in_output=True))
     assert (section.video_cfg_scale, section.audio_cfg_scale, section.video_stg_scale, section.audio_stg_scale) == (4.5, 4.5, 0.5, 0.0)
     assert read(stg_scale=2.0, stg_mode="stg_av").audio_stg_scale == 2.0
+    one = read(prompts="a cat, sitting", images=str(image))
+    assert [s.prompt for s in one.samples] == ["a cat, sitting"] and one.samples[0].conditions == (FirstFrameSample(image_or_video=str(image)),)
+    assert read(prompts="").samples == ()
     assert read(**section.model_dump(mode="json")) == section
 
 
@@ -71,6 +74,15 @@ def test_legacy_forms(tmp_path):
         ({"prompts": ["a"], "images": ["/nowhere/x.png"]}, "there is no file"),
         ({"images": ["x.png"]}, "go with prompts"),
         ({"prompts": ["a"], "samples": [{"prompt": "b"}]}, "not both"),
+        ({"prompts": 5}, "prompts: a list of texts"),
+        ({"prompts": {"a": 1}}, "prompts: a list of texts"),
+        ({"prompts": ["a"], "images": 5}, "images: a list"),
+        ({"prompts": ["a"], "images": [5]}, "there is no file 5"),
+        ({"prompts": ["a"], "images": ["~nobody-here/x.png"]}, "there is no file"),
+        ({"frame_rate": 1e-6}, "greater than or equal to 1"),
+        ({"frame_rate": 1e300}, "less than or equal to 240"),
+        ({"inference_steps": 10**12}, "less than or equal to 1000"),
+        ({"samples": [{"prompt": "a", "conditions": [{"type": "prefix", "audio": "a", "duration": 1e308}]}]}, "less than or equal to 3600"),
         ({"samples": [{"prompt": "a"}], "generate_audio": False, "generate_video": False}, "nothing to sample"),
         ({"video_cfg_scale": 0.5}, "greater than or equal to 1"),
         ({"guidance_rescale": 1.5}, "less than or equal to 1"),
@@ -133,6 +145,12 @@ def test_texts_and_missing_files(tmp_path):
     assert section.missing_files() == [tmp_path / "x.png"]
 
 
+def test_a_file_that_no_disk_takes_is_missing(tmp_path):
+    names = ["x" * 300, "a\0b", "~nobody-here/x.png"]
+    section = read(samples=[{"prompt": "a", "noise": name} for name in names])
+    assert [str(p) for p in section.missing_files()] == names
+
+
 def test_grid_of_a_sample():
     grid = read(video_dims=[960, 544, 89], frame_rate=23.976).video_grid(ValidationSample(prompt="a"), VideoFactors())
     assert (grid.frames, grid.height, grid.width, grid.fps) == (12, 17, 30, 23.976)
@@ -141,7 +159,7 @@ def test_grid_of_a_sample():
     assert caught.value.code == "sample.dims" and "960x544x89" in caught.value.hint
 
 
-@pytest.mark.parametrize("dims, near", [((64, 63, 8), "64x64x9"), ((0, 64, 9), "32x64x9"), ((64, -64, 9), "64x32x9"), ((64, 64, -7), "64x64x1"), ((64, 64, 0), "64x64x1")])
+@pytest.mark.parametrize("dims, near", [((64, 63, 8), "64x64x9"), ((0, 64, 9), "32x64x9"), ((64, -64, 9), "64x32x9"), ((64, 64, -7), "64x64x1"), ((64, 64, 0), "64x64x1"), ((32 * 10**9, 64, 10**12), "16384x64x16385")])
 def test_sizes_below_one_are_refused_with_the_nearest_that_is_allowed(dims, near):
     with pytest.raises(ConfigError) as caught:
         read(video_dims=dims).video_grid(ValidationSample(prompt="a"), VideoFactors())
