@@ -83,7 +83,10 @@ class StepCase:
                 found[name] = read[kinds[name]](value)
             except (KeyError, ValueError) as error:
                 raise ConfigError("bench.case", f"--case {part[:60]}: there is no such setting or value.", f"Settings: {', '.join(kinds)}; such as quantization=int8,resident=0.") from error
-        return replace(base, **found)
+        case = replace(base, **found)
+        if case.fp8 and case.quantization != "fp8":
+            raise ConfigError("bench.case", f"--case fp8=true multiplies fp8 weights, and quantization is {case.quantization or 'none'}.", "Add quantization=fp8.")
+        return case
 
     @property
     def setting(self) -> dict[str, object]:

@@ -68,12 +68,13 @@ def test_every_row_of_the_table_is_a_case_and_is_judged():
     for row in ROWS:
         case = StepCase.parse(row.case, StepCase())
         assert case.engine().streamed <= case.config().num_layers
-        assert not (case.fp8 and case.quantization != "fp8")
     assert judged(ROWS[0], {"step_s": 1.25, "device_gib": 47.0}, {})["within"] is True, "within 5 %"
     assert judged(ROWS[0], {"step_s": 1.27, "device_gib": 44.0}, {})["within"] is False
     assert judged(ROWS[1], {"step_s": 1.0, "device_gib": 75.0, "times_plain": 1.8}, {})["within"] is False
     assert judged(ROWS[7], {"step_s": 2.0}, {4: 1.3})["limit_s"] == 2.08
     assert judged(ROWS[7], {"error": "x"}, {}) == {"limit_gib": 12}
+    with pytest.raises(ConfigError, match="quantization is none"):
+        StepCase.parse("fp8=true,budget=0.5", StepCase())
     with pytest.raises(ConfigError, match="no row 99"):
         main_or_raise(["bench", "step", "--table", "99"])
 
