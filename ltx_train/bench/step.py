@@ -41,7 +41,7 @@ TINY_AUDIO = dict(audio_num_attention_heads=4, audio_attention_head_dim=32, audi
 
 @dataclass(frozen=True)
 class StepCase:
-    """One measurement. resident: blocks on the device, -1 for all. cap: GiB of the card that may be used, 0 for all.
+    """One measurement. resident: blocks on the device, -1 for all. disk: of the others, those that rest in a file. cap: GiB of the card that may be used, 0 for all.
 
     together: micro-batches of a step, which go through each block together; ``sample_s`` is then told beside ``step_s``.
     link: GB/s that uploads are held back to, 0 for none.
@@ -53,6 +53,7 @@ class StepCase:
     quantization: str = ""
     resident: int = -1
     slots: int = 3
+    disk: int = 0
     budget: float = 0.0
     compile: bool = True
     graph: bool = True
@@ -86,6 +87,8 @@ class StepCase:
         case = replace(base, **found)
         if case.fp8 and case.quantization != "fp8":
             raise ConfigError("bench.case", f"--case fp8=true multiplies fp8 weights, and quantization is {case.quantization or 'none'}.", "Add quantization=fp8.")
+        if case.disk and case.engine().streamed < case.disk:
+            raise ConfigError("bench.case", f"--case disk={case.disk}: of the streamed blocks, and {case.engine().streamed} are streamed.", "Lower resident, or disk.")
         return case
 
     @property
@@ -103,7 +106,7 @@ class StepCase:
 
     def engine(self) -> EngineSettings:
         return EngineSettings(
-            streamed=0 if self.resident < 0 else max(0, self.config().num_layers - self.resident), slots=self.slots, compile=self.compile, budget=self.budget, offload=self.offload, float8=self.fp8,
+            streamed=0 if self.resident < 0 else max(0, self.config().num_layers - self.resident), slots=self.slots, compile=self.compile, budget=self.budget, offload=self.offload, float8=self.fp8, on_disk=self.disk,
             backend="aot_eager_decomp_partition" if self.tiny else "inductor",
         )  # fmt: skip
 
@@ -187,7 +190,7 @@ def measure_fast(case: StepCase, device: torch.device, memory: HostMemory) -> di
     started = time.perf_counter()
     config, dtype, model = fast_network(case, device, memory)
     notes: list[str] = []
-    if case.graph and case.compile:
+    if case.graph and case.compile and not case.disk:
         model.pass_runner = GraphedPasses(model, model.block_runner, lambda code, text: notes.append(text))
     audio = model.has_audio
     adapters = attach(model, LoraSection(rank=case.rank, alpha=case.rank), seed=0, streams=("video", "audio") if audio else ("video",))

@@ -100,7 +100,7 @@ def predicted(case: StepCase, speeds: Speeds) -> dict[str, float]:
     video, audio = clip_tokens(case.size, config)
     work = Work(config, video, audio if case.audio else 0, accumulation=case.together)
     work = replace(work, lora=lora_numbers(LoraSection(rank=case.rank, alpha=case.rank), work))
-    fit = Fit(case.quantization or None, case.engine().streamed, case.budget, case.offload, case.optimizer == "host", case.compile, case.fp8, case.together, graphs=case.graph)
+    fit = Fit(case.quantization or None, case.engine().streamed, case.budget, case.offload, case.optimizer == "host", case.compile, case.fp8, case.together, case.disk, graphs=case.graph)
     found = cost(work, fit, speeds)
     return {"plan_s": round(found.seconds / case.together, 3), "plan_gib": round(found.device / GIB, 2)}
 

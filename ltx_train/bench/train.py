@@ -105,8 +105,8 @@ class TrainCase:
         return {
             "mixed_precision_mode": "no" if s.tiny else "bf16", "quantization": s.quantization or None, "stream_blocks": 0 if s.resident < 0 else max(0, layers - s.resident),
             "activation_budget": s.budget, "offload_activations": "on" if s.offload else "off", "optimizer_in_ram": "on" if s.optimizer == "host" else "off",
-            "compile": "off" if s.tiny or not s.compile else "auto", "cuda_graphs": "on" if s.graph and s.compile else "off", "float8_products": s.fp8,
-            "accumulate_together": 1, "blocks_on_disk": 0, "activation_checkpointing": "on", **({"memory_limit_gb": s.cap * GIB / 1e9} if s.cap else {}),
+            "compile": "off" if s.tiny or not s.compile else "auto", "cuda_graphs": "on" if s.graph and s.compile and not s.disk else "off", "float8_products": s.fp8,
+            "accumulate_together": 1, "blocks_on_disk": s.disk, "activation_checkpointing": "on", **({"memory_limit_gb": s.cap * GIB / 1e9} if s.cap else {}),
         }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def test_predictions_hold_on_what_was_measured(record):
     case = StepCase.parse(",".join(f"{k}={v}" for k, v in s.items()), StepCase())
     config = full_config(record["family"])
     streamed = 0 if case.resident < 0 else config.num_layers - case.resident
-    fit = Fit(case.quantization or None, streamed, case.budget, case.offload, case.optimizer == "host", True, case.fp8, case.together, graphs=record.get("graphs", 0) > 0)
+    fit = Fit(case.quantization or None, streamed, case.budget, case.offload, case.optimizer == "host", True, case.fp8, case.together, case.disk, graphs=record.get("graphs", 0) > 0)
     found = cost(replace(work(record["size"], record["rank"], case.audio, config), accumulation=case.together), fit, H200)
     assert found.device / GIB == pytest.approx(record["device_gib"] - record.get("left_before_gib", 0.0), rel=0.05)
     assert found.seconds == pytest.approx(record["step_s"], rel=0.15)

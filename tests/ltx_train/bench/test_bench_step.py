@@ -75,6 +75,8 @@ def test_every_row_of_the_table_is_a_case_and_is_judged():
     assert judged(ROWS[7], {"error": "x"}, {}) == {"limit_gib": 12}
     with pytest.raises(ConfigError, match="quantization is none"):
         StepCase.parse("fp8=true,budget=0.5", StepCase())
+    with pytest.raises(ConfigError, match="1 are streamed"):
+        StepCase.parse("resident=47,disk=2", StepCase())
     with pytest.raises(ConfigError, match="no row 99"):
         main_or_raise(["bench", "step", "--table", "99"])
 
