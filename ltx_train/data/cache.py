@@ -197,10 +197,10 @@ class Cache:
 
     # -- typed entries --
 
-    def put_latents(self, key: str, latents: Latents, about: Mapping[str, Any] | None = None) -> None:
+    def put_latents(self, key: str, latents: Latents) -> None:
         """One clip's latents (batch of 1) with their grid."""
         assert latents.batch == 1, "an entry holds one clip"
-        self.put(key, {"latents": latents.values[0]}, {"grid": grid_to_json(latents.grid), **(about or {})})
+        self.put(key, {"latents": latents.values[0]}, {"grid": grid_to_json(latents.grid)})
 
     def get_latents(self, key: str) -> Latents:
         """Latents with a batch of 1."""

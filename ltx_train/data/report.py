@@ -127,7 +127,6 @@ def make_report(
     factors: VideoFactors,
     *,
     wanted_roles: Sequence[str] = (),
-    count_tokens: Callable[[str], int] | None = None,
     workers: int = 8,
     progress: Callable[[int, int], None] | None = None,
     with_audio: bool = True,
@@ -149,7 +148,7 @@ def make_report(
         check(each, factors)
     if "reference_video" in wanted_roles:
         check_references([b for each in (buckets, *own.values()) for b in each], factors, options)
-    rows = [_row(s, p, own.get(s.buckets or "", tuple(buckets)), options, factors, wanted_roles, count_tokens) for s, p in zip(samples, probes)]
+    rows = [_row(s, p, own.get(s.buckets or "", tuple(buckets)), options, factors, wanted_roles) for s, p in zip(samples, probes)]
     return Report(tuple(rows), tuple(buckets), tuple(_warnings(rows, options)))
 
 
@@ -172,10 +171,8 @@ def _probe_all(samples: Sequence[Sample], workers: int, progress: Callable[[int,
     return found
 
 
-def _row(
-    sample: Sample, found: Probe | Finding | None, buckets: Sequence[Bucket], options: ClipOptions, factors: VideoFactors, wanted: Sequence[str], count: Callable[[str], int] | None
-) -> Row:
-    tokens = count(sample.caption) if count else round(len(sample.caption) / LETTERS_PER_TOKEN)
+def _row(sample: Sample, found: Probe | Finding | None, buckets: Sequence[Bucket], options: ClipOptions, factors: VideoFactors, wanted: Sequence[str]) -> Row:
+    tokens = round(len(sample.caption) / LETTERS_PER_TOKEN)
     findings = list(sample.findings)
     if tokens > TOKEN_LIMIT:
         findings.append(Finding("caption.long", f"about {tokens:,} tokens"))

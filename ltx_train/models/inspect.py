@@ -16,9 +16,7 @@ from .transformer import LTXTransformer, transformer_source
 from .weights import check_weights
 
 
-def inspect_files(
-    paths: Iterable[str | Path], *, text_encoder: str | Path | None = None, video_vae: str | Path | None = None, audio_vae: str | Path | None = None, tokenizer: str | Path | None = None
-) -> dict[str, Any]:
+def inspect_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """The report on one model given as ``paths`` (a unified file, or a split pack, text encoder included), ready for JSON.
 
     Keys: family, title, version, distilled, fingerprint, components {name: {kind, files, tensors, parameters, dtypes,
@@ -29,14 +27,10 @@ def inspect_files(
     """
     models, encoders = [], []
     for path in paths:
-        (encoders if text_encoder is None and is_encoder(path) else models).append(path)
-    if encoders and (models or video_vae or audio_vae):
-        text_encoder = encoders.pop(0)
-    if encoders and not models:
-        checkpoint = Checkpoint.open(text_encoder=encoders[0], tokenizer=tokenizer)
-    else:
-        checkpoint = Checkpoint.open(*models, *encoders, text_encoder=text_encoder, video_vae=video_vae, audio_vae=audio_vae, tokenizer=tokenizer)
-    return describe(checkpoint)
+        (encoders if is_encoder(path) else models).append(path)
+    if not models and encoders:
+        return describe(Checkpoint.open(text_encoder=encoders[0]))
+    return describe(Checkpoint.open(*models, *encoders[1:], text_encoder=encoders[0] if encoders else None))
 
 
 def is_encoder(path: str | Path) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -203,10 +202,9 @@ class WeightSource:
         """The same tensors, read by ``reader``: stored name -> the tensor as stored, on any device."""
         return replace(self, reader=reader)
 
-    def subset(self, prefix: str, *, keep: bool = False) -> WeightSource:
-        """The tensors under ``prefix``, which is taken off unless ``keep``."""
-        cut = 0 if keep else len(prefix)
-        return replace(self, names={n[cut:]: s for n, s in self.names.items() if n.startswith(prefix)})
+    def subset(self, prefix: str) -> WeightSource:
+        """The tensors under ``prefix``, which is taken off."""
+        return replace(self, names={n[len(prefix) :]: s for n, s in self.names.items() if n.startswith(prefix)})
 
     def renamed(self, rename: Rename) -> WeightSource:
         """The same tensors under other names: a mapping (others stay), or a function (None drops the tensor)."""
@@ -254,19 +252,13 @@ def load_weights(
     *,
     dtype: torch.dtype | Callable[[str], torch.dtype | None] | None,
     device: torch.device | str,
-    rename: Rename | None = None,
-    ignore: Iterable[str] = (),
 ) -> None:
     """Put every tensor of ``source`` into ``module``, one at a time, strictly; the module may be on the meta device.
 
     dtype: of floating tensors; None keeps the stored one; a function decides by the module's name of the tensor.
-    rename: source name -> module name (see :meth:`WeightSource.renamed`).
-    ignore: name patterns (``*`` wildcards) that may be missing in the source, or left over from it.
     Raises CheckpointError naming missing, unexpected and differently shaped tensors, before anything is read.
     """
-    if rename is not None:
-        source = source.renamed(rename)
-    place_weights(module, source, check_weights(module, source, ignore=ignore), dtype=dtype, device=device)
+    place_weights(module, source, check_weights(module, source), dtype=dtype, device=device)
 
 
 def place_weights(
@@ -287,18 +279,16 @@ def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def check_weights(module: nn.Module, source: WeightSource, *, ignore: Iterable[str] = ()) -> list[str]:
+def check_weights(module: nn.Module, source: WeightSource) -> list[str]:
     """Names that :func:`load_weights` would fill, after its strict check by names and shapes; nothing is read."""
     wanted = {**dict(module.named_parameters(remove_duplicate=False)), **_persistent_buffers(module)}
-    ignore = tuple(ignore)
-    ignored = lambda name: any(fnmatchcase(name, pattern) for pattern in ignore)  # noqa: E731
-    missing = [n for n in wanted if n not in source and not ignored(n)]
-    extra = [n for n in source.names if n not in wanted and not ignored(n)]
+    missing = [n for n in wanted if n not in source]
+    extra = [n for n in source.names if n not in wanted]
     shaped = [
         f"{n}: file {list(source.info(n).shape)}, model {list(wanted[n].shape)}" for n in wanted if n in source and source.info(n).shape != tuple(wanted[n].shape)
     ]
     if not (missing or extra or shaped):
-        return [n for n in wanted if n in source]
+        return list(wanted)
     counts = [f"{len(v)} {k}" for k, v in (("missing", missing), ("unexpected", extra), ("of another shape", shaped)) if v]
     lines = [f"{label}: {', '.join(v[:6])}{' ...' if len(v) > 6 else ''}" for label, v in (("missing", missing), ("unexpected", extra), ("shapes", shaped)) if v]
     files = ", ".join(p.name for p in source.paths)

@@ -99,7 +99,7 @@ def test_round_trips_and_equal_bytes(tmp_path):
     text = TextFeatures("v2", torch.randn(3, 8).bfloat16(), torch.randn(3, 4).bfloat16())
     folders = [Cache(tmp_path / n) for n in "ab"]
     for cache in folders:
-        cache.put_latents("video-" + "1" * 40, video, {"name": "ü", "z": 1, "a": 2})
+        cache.put_latents("video-" + "1" * 40, video)
         cache.put_latents("audio-" + "2" * 40, audio)
         cache.put_text("text-" + "3" * 40, text, "caption")
         got = cache.get_latents("video-" + "1" * 40)
