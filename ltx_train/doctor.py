@@ -72,7 +72,10 @@ class Doctor:
 
     def run(self) -> Diagnosis:
         """Every check that the files allow, in the order in which faults explain each other."""
+        self.whole()
         for component in self.checkpoint.family.components:
+            if component == "transformer" and not self.checkpoint.has(component):
+                continue  # told above
             with self.guarded(f"files: {component.replace('_', ' ')}", "files.unreadable"):
                 self.weights(component)
         probes, cached = self.probes()
@@ -113,6 +116,14 @@ class Doctor:
         return any(c.code.startswith(codes) for c in self.found.problems)
 
     # -- files --
+    def whole(self) -> None:
+        """Without a transformer the files are no model, whatever else is sound in them."""
+        if self.checkpoint.has("transformer"):
+            return
+        held = ", ".join(name.replace("_", " ") for name in self.checkpoint.components)
+        hint = f"They hold: {held}. Give the model too, such as {self.checkpoint.family.supplies['transformer']}."
+        self.add(Check("files: transformer", "fail", "No transformer is among the files: they are no model.", "files.no_transformer", hint))
+
     def weights(self, component: str) -> None:
         """Every tensor read once: finite, not zero, of a size like its sisters in other blocks."""
         name = f"files: {component.replace('_', ' ')}"

@@ -36,11 +36,25 @@ class Diagnosis:
     def healthy(self) -> bool:
         return not self.problems
 
+    @property
+    def skipped(self) -> list[Check]:
+        """What could not be examined."""
+        return [c for c in self.checks if c.verdict == "skipped"]
+
+    def summary(self) -> str:
+        """The outcome in one line, with what was not examined."""
+        if not self.healthy:
+            return f"{self.model}: {len(self.problems)} of {len(self.checks)} checks failed; the first names the cause."
+        if not self.skipped:
+            return f"{self.model}: nothing is wrong."
+        names = dict.fromkeys(c.name.removeprefix("files: ").replace("vae", "VAE") for c in self.skipped)
+        return f"{self.model}: nothing is wrong with what was examined; not examined: {', '.join(names)}."
+
     def __getitem__(self, name: str) -> Check:
         return next(c for c in self.checks if c.name == name)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model, "healthy": self.healthy, "problems": [c.code for c in self.problems], "checks": [asdict(c) for c in self.checks],
-            "preview": None if self.preview is None else str(self.preview),
+            "skipped": [c.name for c in self.skipped], "preview": None if self.preview is None else str(self.preview),
         }  # fmt: skip

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
+from .show import console
 
 MARKS = {"pass": "[green]ok  [/]", "warning": "[yellow]?   [/]", "fail": "[red]FAIL[/]", "skipped": "[dim]--  [/]"}
 
@@ -32,30 +32,29 @@ def add(verbs: argparse._SubParsersAction) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Examine, show each check as it is done; exit code 0 when nothing failed, else 2."""
+    """Examine, show each check as it is done; exit code 0 when nothing failed (what was not examined is said), else 2."""
+    from ..config import parse_section
     from ..doctor_job import examine
     from ..doctor_report import Check
     from ..memory.settings import AccelerationSection
 
-    console = Console(stderr=options.json)
+    screen = console(stderr=options.json)
 
     def say(check: Check) -> None:
-        console.print(f"{MARKS[check.verdict]} [bold]{check.name}[/]: ", end="")
-        console.print(check.message, markup=False, highlight=False)
-        if check.hint and check.verdict in ("fail", "warning"):
-            console.print(f"     {check.hint}", markup=False, highlight=False, style="dim")
+        screen.print(f"{MARKS[check.verdict]} [bold]{check.name}[/]: ", end="", markup=True)
+        screen.print(check.message)
+        if check.hint:
+            screen.print(f"     {check.hint}", style="dim")
 
-    acceleration = AccelerationSection.model_validate(
-        {"device": options.device, "mixed_precision_mode": options.precision, "quantization": options.quantization, "stream_blocks": options.stream_blocks}
-    )
+    values = {"device": options.device, "mixed_precision_mode": options.precision, "quantization": options.quantization, "stream_blocks": options.stream_blocks}
+    acceleration = parse_section(AccelerationSection, values)
     paths = {name: getattr(options, f"{name}_path") for name in ("text_encoder", "video_vae", "audio_vae", "tokenizer")}
     found = examine(
         options.files, paths, acceleration, out=options.out, dataset=options.dataset, buckets=options.resolution_buckets, preview=not options.no_preview, say=say
     )
     if options.json:
         print(json.dumps(found.to_json(), ensure_ascii=False))  # noqa: T201 - for machines
-    elif found.healthy:
-        console.print(f"[green]{found.model}: nothing is wrong.[/]")
     else:
-        console.print(f"[red]{found.model}: {len(found.problems)} of {len(found.checks)} checks failed; the first names the cause.[/]")
+        style = "red" if not found.healthy else "yellow" if found.skipped else "green"
+        screen.print(found.summary(), style=style)
     return 0 if found.healthy else 2

@@ -186,6 +186,26 @@ def test_a_model_without_text_encoder_is_examined_as_far_as_it_goes(tmp_path):
     assert "gemma" in found["text encoder"].hint.lower()
 
 
+@pytest.fixture
+def files_only(monkeypatch):
+    """Reads the files and tries nothing on clips."""
+    monkeypatch.setattr("ltx_train.doctor.Doctor.probes", lambda self: (None, []))
+
+
+def test_a_text_encoder_alone_is_no_model(tmp_path, files_only):
+    found, wrong = visit(tmp_path, FITTED.text_encoder)
+    assert wrong == ["files.no_transformer"] and "They hold: text encoder." in found.problems[0].hint and found["files: text encoder"].verdict == "pass"
+
+
+def test_what_was_not_examined_is_said(tmp_path, capsys, files_only):
+    options = ["--device", "cpu", "--precision", "no", "--no-preview", "--out", str(tmp_path / "d")]
+    assert main(["doctor", str(FITTED.model), *options]) == 0
+    assert "nothing is wrong with what was examined; not examined: text encoder, base model." in capsys.readouterr().out.splitlines()[-1]
+    for wrong, said in ((["--stream-blocks", "-1"], "stream_blocks"), (["--quantization", "int7"], "quantization"), (["--device", "quantum"], "device")):
+        assert main(["doctor", str(FITTED.model), *options, *wrong]) == 2
+        assert said in capsys.readouterr().err.splitlines()[0]
+
+
 def test_the_verb_speaks_json_and_says_what_is_wrong(tmp_path, silent):
     out = StringIO()
     with redirect_stdout(out):
