@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -128,28 +128,28 @@ def label_of(path: Path) -> str:
     return str(path)
 
 
-def datasets(depth: int = 2, limit: int = 500) -> list[str]:
+DEPTH, MOST = 2, 500
+"""Levels below a root, and entries, that a dropdown shows."""
+
+
+def datasets() -> list[str]:
     """Folders with clips and dataset files below input, datasets and the extra roots, for a dropdown."""
-    found: dict[str, None] = {}
-    for label, root in roots():
-        if label == "output":
-            continue
-        for path in _walk(root, depth):
-            found[f"{label}/{path.relative_to(root).as_posix()}"] = None
-            if len(found) >= limit:
-                return list(found)
-    return list(found)
+    return _listed(_walk)
 
 
-def films(depth: int = 2, limit: int = 500) -> list[str]:
+def films() -> list[str]:
     """Video files and folders with some, below input, datasets and the extra roots, for a dropdown."""
+    return _listed(_videos)
+
+
+def _listed(walk: Callable[[Path, int], Iterator[Path]]) -> list[str]:
     found: dict[str, None] = {}
     for label, root in roots():
         if label == "output":
             continue
-        for path in _videos(root, depth):
+        for path in walk(root, DEPTH):
             found[f"{label}/{path.relative_to(root).as_posix()}"] = None
-            if len(found) >= limit:
+            if len(found) >= MOST:
                 return list(found)
     return list(found)
 

@@ -51,8 +51,8 @@ def frame_orientation(frame: Any) -> Orientation:
     return Orientation.of_matrix(a, b, c, d)
 
 
-def _boxes(file: Any, end: int) -> Iterator[tuple[bytes, int]]:
-    """Boxes of an MP4 level as (type, end); the file stands at the content of each."""
+def _boxes(file: Any, end: int, wanted: bytes) -> Iterator[int]:
+    """The ends of an MP4 level's boxes of one type; the file stands at the content of each."""
     while file.tell() + 8 <= end:
         start = file.tell()
         size, kind = struct.unpack(">I4s", file.read(8))
@@ -61,25 +61,18 @@ def _boxes(file: Any, end: int) -> Iterator[tuple[bytes, int]]:
         stop = start + size if size else end
         if size and size < 8:
             return
-        yield kind, min(stop, end)
+        if kind == wanted:
+            yield min(stop, end)
         file.seek(stop)
 
 
 def mp4_orientation(path: Path, track: int) -> Orientation:
     """Matrix of the track header (ISO 14496-12, tkhd) of one track."""
     with open(path, "rb") as file:
-        for kind, end in _boxes(file, os.fstat(file.fileno()).st_size):
-            if kind != b"moov":
-                continue
-            for inner, inner_end in _boxes(file, end):
-                if inner != b"trak":
-                    continue
-                for part, _ in _boxes(file, inner_end):
-                    if part == b"tkhd":
-                        found = _tkhd(file.read(104), track)
-                        if found is not None:
-                            return found
-    return Orientation()
+        films = _boxes(file, os.fstat(file.fileno()).st_size, b"moov")
+        tracks = (end for film in films for end in _boxes(file, film, b"trak"))
+        found = (_tkhd(file.read(104), track) for end in tracks for _ in _boxes(file, end, b"tkhd"))
+        return next((orientation for orientation in found if orientation is not None), Orientation())
 
 
 def _tkhd(data: bytes, track: int) -> Orientation | None:

@@ -165,28 +165,36 @@ class LiveRun:
     def _watch(self) -> None:
         while not self._ended.wait(POLL):
             try:
-                if self.dir.requested("stop"):
-                    if self.stop.requested:
-                        self._acknowledge("stop")
-                    else:
-                        self._acknowledged.add("stop")
-                        self.request_stop("asked by the control file")
-                for control in ("save", "sample"):
-                    if self.dir.requested(control):
-                        self._acknowledge(control)
-                    else:
-                        self._acknowledged.discard(control)
+                self._hear()
                 if time.monotonic() - self._written > HEARTBEAT:
-                    with self._guard:
-                        if self._status.live and not self._ended.is_set():
-                            self._write_status()
-                    self.dir.lock.refresh()
+                    self._beat()
                 self._trouble = ""
             except OSError as error:
                 # a full disk or a share that is away must not end the training; said once in the log
                 if not self._trouble:
                     self._trouble = str(error)
                     logging.getLogger(__name__).warning("The run directory cannot be written: %s", error)
+
+    def _hear(self) -> None:
+        """Take up the requests that lie in the control folder."""
+        if self.dir.requested("stop"):
+            if self.stop.requested:
+                self._acknowledge("stop")
+            else:
+                self._acknowledged.add("stop")
+                self.request_stop("asked by the control file")
+        for control in ("save", "sample"):
+            if self.dir.requested(control):
+                self._acknowledge(control)
+            else:
+                self._acknowledged.discard(control)
+
+    def _beat(self) -> None:
+        """Say that the process lives."""
+        with self._guard:
+            if self._status.live and not self._ended.is_set():
+                self._write_status()
+        self.dir.lock.refresh()
 
     def _acknowledge(self, control: str) -> None:
         if control not in self._acknowledged:
