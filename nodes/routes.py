@@ -12,7 +12,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from ..ltx_train.errors import LtxTrainError
-from ..ltx_train.runs.event_log import read_events
+from ..ltx_train.runs.event_log import finite, read_events
 from ..ltx_train.runs.run_dir import CONTROLS, RunDir, Status, list_runs
 from . import paths
 from .follow import plain
@@ -130,7 +130,7 @@ def _runs() -> list[dict[str, Any]]:
 def _events(name: str, offset: int) -> dict[str, Any]:
     run = RunDir(paths.existing_run(name))
     batch = read_events(run.events_path, offset)
-    return {"run": run.name, "offset": batch.offset, "events": [plain(event) for event in batch.events], "status": told(run.status())}
+    return {"run": run.name, "offset": batch.offset, "events": finite([plain(event) for event in batch.events]), "status": told(run.status())}
 
 
 def _sample(name: str, file: str) -> Path:

@@ -37,8 +37,8 @@ class EventLog:
             self._seq += 1
             event = event.model_copy(update={"v": VERSION, "seq": self._seq, "t": round(time.time(), 3)})
             record = {"v": event.v, "seq": event.seq, "t": event.t, "type": event.type}
-            record.update(_finite(event.model_dump(mode="json", exclude_defaults=True)))
-            record.update({name: _finite(getattr(event, name)) for name, info in type(event).model_fields.items() if info.is_required()})
+            record.update(finite(event.model_dump(mode="json", exclude_defaults=True)))
+            record.update({name: finite(getattr(event, name)) for name, info in type(event).model_fields.items() if info.is_required()})
             self._reopen_if_removed()
             self._file.write(utf8(json.dumps(record, ensure_ascii=False, allow_nan=False)) + b"\n")
             self._file.flush()
@@ -60,14 +60,14 @@ class EventLog:
             self._file.close()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN: a number that is not finite becomes null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

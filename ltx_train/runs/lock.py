@@ -54,7 +54,7 @@ class ProcessId:
         try:
             process = psutil.Process(self.pid)
             return process if self._is(process) and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError):  # a damaged file may name what is no process number
             return None
         except psutil.AccessDenied:
             return process
@@ -190,6 +190,7 @@ class RunLock:
     def _read(self) -> dict | None:
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
-            return record if {"pid", "created", "host"} <= record.keys() else None
-        except (OSError, ValueError, AttributeError):
+            sound = isinstance(record["pid"], int) and isinstance(record["created"], int | float) and isinstance(record["host"], str)
+            return record if sound else None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None

@@ -156,7 +156,7 @@ class RunDir:
                 return Status.model_validate(json.loads(self.status_path.read_text(encoding="utf-8")))
             except FileNotFoundError:
                 return Status()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 # Windows refuses reading while the file is being replaced
                 if attempt == 4 and isinstance(error, OSError):
                     raise RunError("run.status", f"The status of the run {self.name} cannot be read.", f"{self.status_path}: {error}") from error

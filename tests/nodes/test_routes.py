@@ -81,6 +81,17 @@ def test_nothing_else_is_sent(ask, run, file):
     assert status == 404 and b"secret" not in (body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
+def test_damaged_files_of_a_run_are_read_as_far_as_they_go(ask, run, pack):
+    host = pack.engine("runs.lock").ProcessId.of().host
+    run.events_path.write_text('{"type":"step","step":1,"total":2,"loss":NaN}\n' + "[" * 10**5 + "\n")
+    for lock in ("[" * 10**5, json.dumps({"pid": -5, "created": 1.0, "host": host}), json.dumps({"pid": 1, "created": "a", "host": host})):
+        run.lock.path.write_text(lock)
+        assert ask("POST", f"{URL}/stop")[0] == 400
+    run.status_path.write_text("[" * 10**5)
+    status, body, _ = ask("GET", f"{URL}/events")
+    assert status == 200 and body["events"][0]["loss"] is None and body["status"]["state"] == "lost" and ask("GET", "/ltx_train/runs")[0] == 200
+
+
 LONG = "x" * 300
 FACES = "%F0%9F%98%80" * 120  # few letters, many bytes
 
