@@ -313,22 +313,28 @@ def parse_section(model: type[Section], values: dict[str, Any]) -> Any:
         raise explain(error, model) from error
 
 
+_BRANCH = re.compile(r"^(?:int|float|literal\[.*\])$")
+"""What pydantic puts after a field's name for each branch of its union."""
+
+
 def explain(error: ValidationError, model: type[Section] | None = None) -> ConfigError:
     """One :class:`ConfigError` for pydantic's faults: the first in the message, all in the hint."""
     known = known_fields(model) if model is not None else []
-    lines = []
+    told: dict[str, list[str]] = {}  # the branches of a union (a number, or auto) stand together as one fault
+    shown: dict[str, str] = {}
     for fault in error.errors():
-        path = ".".join(str(p) for p in fault["loc"])
+        path = ".".join(str(p) for p in fault["loc"] if not _BRANCH.match(str(p)))
         if fault["type"] == "extra_forbidden":
             plain = ".".join(str(p) for p in fault["loc"] if isinstance(p, str) and "[" not in p)
             near = nearest(plain, known) or [k for k in known if k.rsplit(".", 1)[-1] in nearest(path.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])]
-            lines.append(f"{path}: there is no such field" + (f"; nearest: {', '.join(near[:3])}" if near else ""))
+            message = "there is no such field" + (f"; nearest: {', '.join(near[:3])}" if near else "")
         elif fault["type"] == "missing":
-            lines.append(f"{path}: required and missing")
+            message = "required and missing"
         else:
             message = fault["msg"].removeprefix("Value error, ")
-            shown = "" if isinstance(fault["input"], (dict, list)) or not path else f" (got {fault['input']!r})"
-            lines.append((f"{path}: {message}" if path else message) + shown)
+            shown[path] = "" if isinstance(fault["input"], (dict, list)) or not path else f" (got {fault['input']!r})"
+        told[path] = [*told[path], message.removeprefix("Input should be ")] if path in told else [message]
+    lines = [(f"{path}: " if path else "") + ", or ".join(messages) + shown.get(path, "") for path, messages in told.items()]
     about = describe_field(model, error.errors()[0]["loc"]) if model is not None else ""
     quotes = "A word that looks like a number needs quotes in YAML." if any(f["type"] == "string_type" for f in error.errors()) else ""
     hint = "\n".join(filter(None, ("\n".join(lines) if len(lines) > 1 else "", about, quotes)))

@@ -3,8 +3,9 @@
 import os
 
 import pytest
+import yaml
 
-from ltx_train.config import PreprocessJob, SampleJob, TrainConfig, describe_field, parse_section
+from ltx_train.config import PreprocessJob, SampleJob, TrainConfig, _YamlLoader, describe_field, parse_section
 from ltx_train.data.dataset import DataSection
 from ltx_train.errors import ConfigError
 
@@ -48,9 +49,10 @@ FAULTS = {
     "open": (PLAIN + "wandb: {\n", "config.yaml", "is not readable YAML", ""),
     "no mapping": ("- a\n- b\n", "config.yaml", "no mapping of sections", "model:, data:"),
     "binary": (bytes(range(256)), "config.yaml", "is not readable YAML", ""),
-    "deep": ("a: " + "[" * 5000, "config.yaml", "nested too deeply", ""),
+    "deep": ("a: " + "[" * 1200, "config.yaml", "nested too deeply", ""),
     "unknown": (PLAIN.replace("rank", "rang"), "config.invalid", "lora.rang: there is no such field; nearest: lora.rank", ""),
     "word": (PLAIN.replace("10", "ten"), "config.invalid", "optimization.steps", "steps: Optimizer steps in all"),
+    "neither of two": (PLAIN + "acceleration: {stream_blocks: many}\n", "config.invalid", "stream_blocks: Input should be a valid integer, unable to parse string as an integer, or 'auto' (got", "stay in RAM"),
     "number as a word": (PLAIN + "output_dir: 7\n", "config.invalid", "output_dir", "needs quotes"),
     "infinite": (PLAIN.replace("steps: 10", "learning_rate: .inf"), "config.invalid", "optimization.learning_rate: Input should be a finite number", ""),
     "nan": (PLAIN.replace("alpha: 4", "alpha: .nan"), "config.invalid", "lora.alpha", ""),
@@ -68,6 +70,39 @@ def test_one_clear_line_for_each_fault(tmp_path, name):
         load(tmp_path, text)
     assert caught.value.code == code and message in caught.value.message and hint in caught.value.hint
     assert len(caught.value.message) < 120 and caught.value.hint
+
+
+TRUE_FOR_ONE = {
+    "a number": ("lora: {alpha: true}", "lora.alpha: Input should be a number"),
+    "at the top": ("seed: false", "seed: Input should be a number, not true or false (got False)"),
+    "optional": ("validation: {interval: true}", "validation.interval: Input should be a number"),
+    "or auto": ("acceleration: {stream_blocks: true}", "acceleration.stream_blocks: Input should be a number"),
+    "in a list": ("validation: {video_dims: [64, 64, true]}", "validation.video_dims.2: Input should be a number"),
+    "in a mapping": ("lora: {rank_pattern: {to_k: true}}", "lora.rank_pattern.to_k: Input should be a number"),
+    "free mapping": ("optimization: {optimizer_params: {betas: [0.9, true]}}", "betas.1: Input should be a number"),
+    "sampler": ("flow_matching: {timestep_sampling_params: {std: true}}", "std: Input should be a number"),
+    "deep": ("data: {dataset: c, stages: [{from_step: true}]}", "data.stages.0.from_step: Input should be a number"),
+    "strategy": ("training_strategy: {first_frame_conditioning_p: true}", "first_frame_conditioning_p: Input should be a number"),
+    "older field": ("validation: {guidance_scale: true}", "validation.video_cfg_scale: Input should be a number"),
+    "a word": ("optimization: {steps: yes}", "optimization.steps: Input should be a valid integer"),
+}
+
+
+@pytest.mark.parametrize("name", TRUE_FOR_ONE)
+def test_true_is_not_taken_for_one(name):
+    text, said = TRUE_FOR_ONE[name]
+    job = {**yaml.safe_load(PLAIN), **yaml.load(text, Loader=_YamlLoader)}
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.parse(job)
+    assert caught.value.code == "config.invalid" and said in caught.value.message
+
+
+def test_numbers_written_as_words_and_truth_values_of_truth_fields_go_on_to_work(tmp_path):
+    more = "flow_matching: {shared_sigma: true, timestep_sampling_params: {std: '1.5'}}\nlogging: {tensorboard: no}\nacceleration: {activation_budget: '0.5', stream_blocks: auto}\n"
+    found = load(tmp_path, PLAIN.replace("steps: 10", "learning_rate: 1e-4, steps: '10', betas: ['0.9', 0.99]") + more)
+    assert (found.optimization.learning_rate, found.optimization.steps, found.optimization.betas) == (1e-4, 10, (0.9, 0.99))
+    assert (found.flow_matching.shared_sigma, found.logging.tensorboard, found.acceleration.activation_budget) == (True, False, 0.5)
+    assert found.flow_matching.sampler("video").std == 1.5 and yaml.load("1e-4", Loader=_YamlLoader) == "1e-4"
 
 
 def test_a_folder_and_a_missing_file(tmp_path):
