@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RowScaled:
-    """One scale a row: data [out, in] in int8 or an 8-bit float, scale [out, 1]; weight = scale * data in the scale's dtype."""
+class _Scaled:
+    """Data of the weight's own shape, and its scales."""
 
     data: Tensor
     scale: Tensor
@@ -34,40 +34,27 @@ class RowScaled:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale.nbytes
+
+    def to(self, device: torch.device | str) -> _Scaled:
+        return replace(self, data=self.data.to(device), scale=self.scale.to(device))
+
+
+@dataclass(frozen=True)
+class RowScaled(_Scaled):
+    """One scale a row: data [out, in] in int8 or an 8-bit float, scale [out, 1]; weight = scale * data in the scale's dtype."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return (self.scale * self.data.to(self.scale.dtype)).to(dtype)
 
-    def to(self, device: torch.device | str) -> RowScaled:
-        return RowScaled(self.data.to(device), self.scale.to(device))
-
 
 @dataclass(frozen=True)
-class GroupScaled:
+class GroupScaled(_Scaled):
     """One scale a group of inputs: data [out, in] int8, scale [out, groups] bfloat16; weight = scale * data in ``dtype``."""
-
-    data: Tensor
-    scale: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         out, groups = self.scale.shape
         grouped = self.data.view(out, groups, -1).to(dtype)
         return grouped.mul_(self.scale.to(dtype).unsqueeze(-1)).view(self.shape)
-
-    def to(self, device: torch.device | str) -> GroupScaled:
-        return GroupScaled(self.data.to(device), self.scale.to(device))
 
 
 @dataclass(frozen=True)
