@@ -238,7 +238,11 @@ def _path_fields(data: dict[str, Any]) -> list[tuple[dict[str, Any], tuple[str, 
 def _absolute(text: str, beside: Path | None) -> str:
     if "://" in text:
         return text  # refused by name where it is opened
-    path = Path(text).expanduser()
+    path = Path(text)
+    try:
+        path = path.expanduser()
+    except RuntimeError:  # the home of nobody: a name like any other
+        pass
     if not path.is_absolute() and beside is not None and not path.exists() and (beside / path).exists():
         path = beside / path
     return str(path.absolute())

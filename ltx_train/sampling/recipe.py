@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ..conditioning.conditions import Media
 from ..conditioning.state import LatentState
-from ..errors import ConfigError
+from ..errors import ConfigError, utf8
 from ..geometry import AudioGrid, VideoFactors, VideoGrid
 from ..models.families import Family
 from ..section import Section
@@ -347,7 +347,7 @@ def _migrated(data: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}: {len(files)} files for {len(prompts)} prompts")
         for file in files or ():
             if file and not (isinstance(file, str | Path) and is_file(Path(file))):
-                raise ValueError(f"{name}: there is no file {file}")
+                raise ValueError(f"{name}: there is no file {utf8(str(file)).decode()}")
     samples = []
     for index, prompt in enumerate(prompts):
         conditions: list[dict[str, Any]] = []

@@ -144,6 +144,12 @@ def test_paths_start_where_the_user_stands_then_beside_the_config(tmp_path, monk
     assert job.resolved() == job
 
 
+def test_the_home_of_nobody_is_a_name_like_any_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = SampleJob.parse({"model": {"model_path": "~nobody-here/x.safetensors"}}).resolved()
+    assert job.model.model_path == str(tmp_path / "~nobody-here" / "x.safetensors")
+
+
 def test_the_other_jobs_resolve_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sample = SampleJob.parse({"model": {"model_path": "m"}, "loras": [{"path": "l"}], "output_dir": "o"}).resolved()

@@ -78,6 +78,7 @@ def test_legacy_forms(tmp_path):
         ({"prompts": {"a": 1}}, "prompts: a list of texts"),
         ({"prompts": ["a"], "images": 5}, "images: a list"),
         ({"prompts": ["a"], "images": [5]}, "there is no file 5"),
+        ({"prompts": ["a"], "images": ["\udc80"]}, "there is no file .udc80"),
         ({"prompts": ["a"], "images": ["~nobody-here/x.png"]}, "there is no file"),
         ({"frame_rate": 1e-6}, "greater than or equal to 1"),
         ({"frame_rate": 1e300}, "less than or equal to 240"),
