@@ -12,8 +12,9 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..geometry import AudioGrid, VideoFactors
-from .checkpoint_parts import COMPONENTS, Part, find_parts, folder_parts, open_files
-from .families import FAMILIES, Family, TransformerConfig, detect_family, known_config, parse_config, transformer_config
+from .checkpoint_family import check_one_family, family_of
+from .checkpoint_parts import COMPONENTS, Part, by_rank, find_parts, folder_parts, open_files
+from .families import Family, TransformerConfig, known_config, parse_config, transformer_config
 from .safetensors_file import SafetensorsFile, checked_path
 from .text_files import check_text_encoder, find_tokenizer, text_encoder_folder
 from .weights import WeightSource
@@ -76,13 +77,12 @@ class Checkpoint:
         Raises CheckpointError for files that are missing, damaged, no LTX models, or of different families.
         """
         parts = _gather(paths, text_encoder=text_encoder, video_vae=video_vae, audio_vae=audio_vae)
-        family = _family(parts)
-        _check_mix(family, parts)
+        family = family_of(parts)
+        check_one_family(family, parts)
         config = _config(family, parts)
         components = {p.component: Component(p.component, WeightSource.of_part(p.files, p.names), p.kind) for p in parts.values()}
         found = parts.get("transformer")
-        shapes = {b: f.spans[n].info.shape for f in found.files for b, n in found.names.items() if n in f.spans} if found else {}
-        transformer = transformer_config(family, _logical(components["transformer"], shapes), config["transformer"]) if found else None
+        transformer = transformer_config(family, _logical(components["transformer"], found.shapes), config["transformer"]) if found else None
         if found:
             _check_plain_basis(family, found, components["transformer"])
         if "text_encoder" in parts:
@@ -92,7 +92,7 @@ class Checkpoint:
                 if found or not paths or text_encoder is None:
                     raise
                 raise _no_transformer(paths[0], parts) from error  # the family was guessed from a VAE that was given as the model
-        metadata = {k: v for p in reversed(_by_rank(parts)) for f in p.files for k, v in f.metadata.items()}
+        metadata = {k: v for p in reversed(by_rank(parts)) for f in p.files for k, v in f.metadata.items()}
         place = find_tokenizer(tokenizer, components.get("text_encoder"))
         return cls(family, config, transformer, components, metadata, place)
 
@@ -226,65 +226,6 @@ def _role_parts(role: str, found: list[Part]) -> dict[str, Part]:
     return {c: mine[c] for c in along if c in mine}
 
 
-def _family(parts: Mapping[str, Part]) -> Family:
-    """The family: by the transformer, else by what the other components can tell."""
-    if "transformer" in parts:
-        part = parts["transformer"]
-        return detect_family({b: f.spans[n].info.shape for f in part.files for b, n in part.names.items() if n in f.spans})
-    hint = _version_family(parts)
-    if hint is not None:
-        return hint
-    kind = parts["video_vae"].kind if "video_vae" in parts else None
-    text = parts["text_encoder"].kind if "text_encoder" in parts else None
-    by_vae = {"0.9.0": "ltxv-2b", "0.9.1": "ltxv-2b", "0.9.5": "ltxv-2b", "conv7": "ltx2", "conv9": "ltx2.3", "diffusion": "ltx2.5"}
-    if kind is not None:
-        return FAMILIES["ltx2.5" if kind == "conv9" and text == "gemma4" else by_vae[kind]]
-    if "text_projection" in parts:
-        return FAMILIES["ltx2" if parts["text_projection"].kind == "v1" else "ltx2.5" if text == "gemma4" else "ltx2.3"]
-    if "vocoder" in parts:
-        return FAMILIES["ltx2" if parts["vocoder"].kind == "plain" else "ltx2.3"]
-    return FAMILIES[{"t5": "ltxv-2b", "gemma4": "ltx2.5"}.get(text or "", "ltx2.3")]
-
-
-def _version_family(parts: Mapping[str, Part]) -> Family | None:
-    for part in _by_rank(parts):
-        version = next((f.metadata["model_version"] for f in part.files if "model_version" in f.metadata), "")
-        for name in ("2.5", "2.3"):
-            if version.startswith(name):
-                return FAMILIES[f"ltx{name}"]
-    return None
-
-
-_VAES = {
-    "ltxv-2b": ("0.9.0", "0.9.1", "0.9.5"), "ltxv-13b": ("0.9.5",), "ltx2": ("conv7",), "ltx2.3": ("conv9",), "ltx2.5": ("conv9", "diffusion"),
-}  # fmt: skip
-
-
-def _check_mix(family: Family, parts: Mapping[str, Part]) -> None:
-    """Refuse components of another family in split files."""
-    vocoder = ("plain",) if family.name == "ltx2" else ("bwe",) if family.audio else ()
-    allowed = {"video_vae": _VAES[family.name], "vocoder": vocoder, "text_projection": (family.feature_kind,) if family.audio else ()}
-    for component, kinds in allowed.items():
-        part = parts.get(component)
-        if part is not None and part.kind not in kinds:
-            raise _mixed(family, part, component)
-    for component in ("audio_vae", "connectors"):
-        if component in parts and not family.audio:
-            raise _mixed(family, parts[component], component)
-    for part in parts.values():
-        version = next((f.metadata["model_version"] for f in part.files if "model_version" in f.metadata), None)
-        other = version and next((n for n in ("2.3", "2.5") if version.startswith(n)), None)
-        if other and f"ltx{other}" != family.name and part.component != "transformer" and part.component != "text_encoder":
-            raise _mixed(family, part, part.component)
-
-
-def _mixed(family: Family, part: Part, component: str) -> CheckpointError:
-    what = component.replace("_", " ")
-    wanted = family.supplies.get(component, "no such file: this family makes video only")
-    are = "are" if what.endswith("s") else "is"
-    return CheckpointError("checkpoint.mixed", f"{part.files[0].path.name}: its {what} {are} not of {family.title}.", f"All files must be of one family. Wanted: {wanted}.")
-
-
 def _check_plain_basis(family: Family, part: Part, component: Component) -> None:
     """Refuse LTX-Video fp8 files that declare nothing: the vendor's are made for q8_kernels, in a rotated basis."""
     store = component.source.store
@@ -318,10 +259,6 @@ def _logical(component: Component, shapes: Mapping[str, tuple[int, ...]]) -> dic
     """Stored shapes with the few that :func:`transformer_config` reads made logical (nvfp4 packs two values in a byte)."""
     wanted = [n for n in shapes if n in component.source and n.startswith("transformer_blocks.0.") and n.endswith("weight")]
     return {**shapes, **{n: component.source.info(n).shape for n in wanted}}
-
-
-def _by_rank(parts: Mapping[str, Part]) -> list[Part]:
-    return [parts[c] for c in COMPONENTS if c in parts]
 
 
 def vae_factors(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,16 @@ class Part:
     names: dict[str, str] = field(repr=False)
     kind: str = ""
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical name -> shape as stored."""
+        return {name: f.spans[stored].info.shape for f in self.files for name, stored in self.names.items() if stored in f.spans}
+
+
+def by_rank(parts: Mapping[str, Part]) -> list[Part]:
+    """Parts by component, in the order of ``COMPONENTS``."""
+    return [parts[c] for c in COMPONENTS if c in parts]
+
 
 def open_files(path: str | Path) -> list[SafetensorsFile]:
     """The safetensors file, or the files of a Hugging Face model folder (shards), that ``path`` names."""
@@ -56,7 +66,7 @@ def find_parts(files: Iterable[SafetensorsFile]) -> list[Part]:
     files = tuple(files)
     names = [n for f in files for n in f.spans]
     label = files[0].path.name if len(files) == 1 else f"{files[0].path.parent.name}/"
-    _refuse(names, files, label)
+    _refuse(names, label)
     parts = [p for p in (_transformer(files, names), _connectors(files, names), _projection(files, names), _video_vae(files, names)) if p]
     parts += [p for p in (_prefixed("audio_vae", files, names), _prefixed("vocoder", files, names), _text_encoder(files, names)) if p]
     if not parts:
@@ -99,7 +109,7 @@ def folder_parts(folder: Path, explicit: Container[str] = ()) -> list[Part]:
 _COMFYUI_FILE = "Get the single .safetensors file the vendor publishes for ComfyUI."
 
 
-def _refuse(names: list[str], files: tuple[SafetensorsFile, ...], label: str) -> None:
+def _refuse(names: list[str], label: str) -> None:
     if not names:
         raise CheckpointError("checkpoint.empty", f"{label} holds no tensors.", "Download the file again.")
     if sum(bool(_LORA.search(n)) for n in names) * 2 > len(names):
