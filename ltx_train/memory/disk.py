@@ -31,6 +31,27 @@ class _Slot:
     sent: torch.cuda.Event | None = None
 
 
+class _Reader:
+    """The file, for the thread that reads it. It does not know the blocks: their last reference would be dropped in that thread, which cannot wait for itself."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size, self.file, self.done = path, size, path.open("rb", buffering=0), 0
+
+    def fill(self, slot: _Slot, number: int) -> None:
+        """Read the file's block of that number into the slot, once the upload from there is over."""
+        if slot.sent is not None:
+            slot.sent.synchronize()
+            slot.sent = None
+        view, start = memoryview(slot.buffer.numpy()), 0
+        self.file.seek(number * self.size)
+        while start < self.size:
+            count = self.file.readinto(view[start:])
+            if not count:
+                raise OSError(f"{self.path.name} ends early, at {start} of {self.size} bytes of its block {number}")
+            start += count
+        self.done += self.size
+
+
 class DiskBlocks:
     """Byte buffers of blocks in one file, of which ``ahead`` at a time are read into (page-locked) host memory.
 
@@ -54,12 +75,11 @@ class DiskBlocks:
         os.truncate(handle, size * len(order))
         os.close(handle)
         self.path, self.places = Path(name), {index: number for number, index in enumerate(order)}
+        self.reader = _Reader(self.path, size)
         self.mapped = torch.from_file(name, shared=True, size=size * len(order), dtype=torch.uint8)
-        self.file = open(name, "rb", buffering=0)
         self.slots = [_Slot(memory.take(size)) for _ in range(min(ahead, len(order)))]
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="blocks from disk")
-        self.read = 0
-        self._end = weakref.finalize(self, _remove, self.thread, self.file, self.path)
+        self._end = weakref.finalize(self, _remove, self.thread, self.reader)
 
     def __contains__(self, index: int) -> bool:
         return index in self.places
@@ -77,7 +97,7 @@ class DiskBlocks:
         for index in wanted:
             if index not in held:
                 slot = free.pop(0)
-                slot.index, slot.reading = index, self.thread.submit(self._read, slot, index)
+                slot.index, slot.reading = index, self.thread.submit(self.reader.fill, slot, self.places[index])
 
     def take(self, index: int) -> Tensor:
         """Block ``index``'s bytes in host memory; waits until they are read. They stay until another block needs the buffer."""
@@ -98,19 +118,6 @@ class DiskBlocks:
     def _slot(self, index: int) -> _Slot | None:
         return next((slot for slot in self.slots if slot.index == index), None)
 
-    def _read(self, slot: _Slot, index: int) -> None:
-        if slot.sent is not None:
-            slot.sent.synchronize()
-            slot.sent = None
-        view, start = memoryview(slot.buffer.numpy()), 0
-        self.file.seek(self.places[index] * self.size)
-        while start < self.size:
-            count = self.file.readinto(view[start:])
-            if not count:
-                raise OSError(f"{self.path.name} ends early, at {start} of {self.size} bytes of block {index}")
-            start += count
-        self.read += self.size
-
     def close(self) -> None:
         """Remove the file."""
         self._end()
@@ -122,10 +129,10 @@ def blocks_folder() -> Path:
     return Path(base) / "ltx_train" / "blocks"
 
 
-def _remove(thread: ThreadPoolExecutor, file, path: Path) -> None:
+def _remove(thread: ThreadPoolExecutor, reader: _Reader) -> None:
     thread.shutdown(wait=True, cancel_futures=True)
-    file.close()
+    reader.file.close()
     try:
-        path.unlink(missing_ok=True)
+        reader.path.unlink(missing_ok=True)
     except OSError:
         pass  # Windows keeps a mapped file until the last tensor on it has gone

@@ -68,7 +68,7 @@ def settings_with(home, out, fields, **size):
 
 def test_a_stop_amid_previews_ends_every_rank(home, tmp_path):
     """The ranks make one preview each when the stop comes: both leave at once, and a snapshot is there."""
-    validation = {"samples": [{"prompt": "one"}, {"prompt": "two"}], "video_dims": [64, 64, 17], "inference_steps": 5000, "interval": 2, "skip_initial_validation": True}
+    validation = {"samples": [{"prompt": "one"}, {"prompt": "two"}], "video_dims": [64, 64, 17], "inference_steps": 1000, "interval": 2, "skip_initial_validation": True}
     config = settings(home, tmp_path / "run", batch=1, validation=validation)
     ranks, run = fork(config, 2), RunDir(tmp_path / "run")
     end = time.monotonic() + 120

@@ -22,7 +22,7 @@ from ltx_train.runs.events import PlanEvent
 from ltx_train.runs.run_dir import RunDir
 
 RESULTS = Path(ltx_train.bench.__file__).parent / "results" / "h200.jsonl"
-H200 = Speeds(989, 50e9)
+H200 = Speeds(989, 50e9, disk=4.6e9)
 CONFIG = full_config("ltx2.3")
 
 

@@ -1,6 +1,7 @@
 """Packed, streamed, expanded, compiled and offloaded blocks: the same outputs and LoRA gradients as the plain network."""
 
 import gc
+import threading
 import weakref
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from ltx_train.errors import ConfigError
 from ltx_train.geometry import AudioGrid, VideoGrid
 from ltx_train.lora.adapters import LoraSection, attach
+from ltx_train.memory.disk import DiskBlocks
 from ltx_train.memory.engine import BlockEngine, EngineSettings
 from ltx_train.memory.pinned import HostMemory
 from ltx_train.memory.quantization import QUANTIZERS, quantize_linears
@@ -275,7 +277,7 @@ class TestDisk:
         store = self.store(tmp_path)
         for index in [*range(6), *reversed(range(6)), *range(6), 3, 0, 5, 1]:
             assert bool((store.enter(index) == index + 1).all()), index
-        assert store.disk.read >= 4 * 4096
+        assert store.disk.reader.done >= 4 * 4096
         assert [f.stat().st_size for f in tmp_path.iterdir()] == [4 * 4096]
         store.disk.close()
         assert list(tmp_path.iterdir()) == []
@@ -296,6 +298,16 @@ class TestDisk:
         assert {slot.index for slot in store.disk.slots} >= {2, 3}, "beyond those that the ring holds"
         store.disk.close()
 
+    def test_the_file_goes_with_the_last_reference_while_a_block_is_read(self, tmp_path):
+        """The reading thread knows the file alone: were it the last to let go of the blocks, it could not wait for its own end."""
+        blocks, uploaded = DiskBlocks(range(2), 4096, memory=HostMemory(pin=False), folder=tmp_path, ahead=1), threading.Event()
+        blocks.take(0)
+        blocks.sending(0, type("Upload", (), {"synchronize": lambda self: uploaded.wait(10)})())
+        blocks.ask([1])  # is read once the upload from the buffer is over
+        threading.Timer(0.05, uploaded.set).start()
+        del blocks
+        assert uploaded.is_set() and list(tmp_path.iterdir()) == []
+
     def test_a_full_disk_is_told_before_anything_is_loaded(self, tmp_path, monkeypatch):
         monkeypatch.setattr("shutil.disk_usage", lambda path: type("U", (), {"free": 100})())
         with pytest.raises(ConfigError, match="4 blocks on the disk need"):
@@ -305,7 +317,7 @@ class TestDisk:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         expected, found, engine, _, _ = both(EngineSettings(streamed=3, slots=2, on_disk=2), "int8")
         assert_same(expected, found)
-        assert engine.store.disk.read > 0
+        assert engine.store.disk.reader.done > 0
         engine.close()
 
 
