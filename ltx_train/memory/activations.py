@@ -30,9 +30,22 @@ class CheckpointedBlocks:
         recompute = torch.is_grad_enabled() and index < self.layers - self.kept
         if not recompute:
             return self.inner(block, index, video, audio, video_inputs, audio_inputs, keep)
-        return checkpoint(
-            self.inner, block, index, video, audio, video_inputs, audio_inputs, keep, use_reentrant=self.reentrant, preserve_rng_state=self.dropout
-        )
+        if self.reentrant:
+            return self._apart(block, index, video, audio, video_inputs, audio_inputs, keep)
+        return checkpoint(self.inner, block, index, video, audio, video_inputs, audio_inputs, keep, use_reentrant=False, preserve_rng_state=self.dropout)
+
+    def _apart(self, block, index, video, audio, video_inputs, audio_inputs, keep) -> tuple[Tensor | None, Tensor | None]:
+        """A block whose backward pass is one of its own: all that may ask for a gradient stands among its arguments.
+
+        What every block reads asks for one where an embedder or a projection outside of the blocks is adapted.
+        """
+        first = len(video_inputs or ())
+
+        def run(video, audio, *parts):
+            own = [None if given is None else type(given)(*values) for given, values in ((video_inputs, parts[:first]), (audio_inputs, parts[first:]))]
+            return self.inner(block, index, video, audio, *own, keep)
+
+        return checkpoint(run, video, audio, *(video_inputs or ()), *(audio_inputs or ()), use_reentrant=True, preserve_rng_state=self.dropout)
 
 
 def checkpoint_activations(transformer, *, kept: int = 0, dropout: bool = False) -> None:
