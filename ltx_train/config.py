@@ -154,6 +154,8 @@ class TrainConfig(Job):
             raise ValueError("lora: the section is required when model.training_mode is lora")
         if self.model.training_mode == "full" and self.acceleration.quantization:
             raise ValueError("acceleration.quantization: a quantised base cannot be fully fine-tuned; remove it or train a LoRA")
+        if self.acceleration.optimizer_in_ram == "on" and not self.optimization.rests_in_ram:
+            raise ValueError("acceleration.optimizer_in_ram: on goes with optimizer_type adamw (without amsgrad); set it to off, or take a paged_ optimizer with off")
         generated = self.training_strategy.streams().generated
         if not any(getattr(self.flow_matching, f"{stream}_weight") for stream in generated):
             names = " and ".join(f"{stream}_weight" for stream in generated)
@@ -213,7 +215,7 @@ class SampleJob(Job):
 class LoraUse(Section):
     """A LoRA file applied at a strength."""
 
-    path: str
+    path: str = Field(min_length=1)
     strength: float = Field(1.0, ge=-10, le=10)
 
 
@@ -227,7 +229,7 @@ def _path_fields(data: dict[str, Any]) -> list[tuple[dict[str, Any], tuple[str, 
     found: list[tuple[dict[str, Any], tuple[str, ...]]] = [(data, ("output_dir",))]
     found.append((data.get("model", {}), ("model_path", "text_encoder_path", "video_vae_path", "audio_vae_path", "tokenizer_path", "load_checkpoint")))
     section = data.get("data", {})
-    found.append((section, ("preprocessed_data_root", "dataset", "cache_dir")))
+    found.append((section, ("preprocessed_data_root", "dataset", "cache_dir", "held_out_root")))
     found += [(source, ("path",)) for source in (*section.get("sources", ()), *data.get("loras", ()))]
     for sample in data.get("validation", {}).get("samples", ()):
         found.append((sample, ("noise",)))

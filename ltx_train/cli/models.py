@@ -118,6 +118,8 @@ def run_lora(options: argparse.Namespace) -> int:
     if options.action == "merge":
         if options.model is None:
             raise ConfigError("lora.model", "lora merge needs --model.", "Give the unquantised checkpoint that the LoRA is merged into.")
+        if other := family_warning(options.file, options.model):
+            screen.print(other, style="yellow")
         edit.merge(options.model, [(lora, options.strength)], options.out)
     elif options.action == "resize":
         resized = edit.resize(lora, options.rank)
@@ -129,3 +131,15 @@ def run_lora(options: argparse.Namespace) -> int:
         edit.convert(lora, options.out, options.layout)
     screen.print(f"written: {options.out}")
     return 0
+
+
+def family_warning(lora: Path, model: Path) -> str | None:
+    """That the LoRA was trained on another family; None where it was not, or that is not known."""
+    from ..errors import CheckpointError
+    from ..models.checkpoint import Checkpoint
+    from ..trained_weights import other_family
+
+    try:
+        return other_family(lora, Checkpoint.open(model))
+    except CheckpointError:
+        return None  # the merging itself says what is wrong

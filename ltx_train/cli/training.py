@@ -198,6 +198,8 @@ def sample_job(options: argparse.Namespace) -> SampleJob:
 
 def lora_use(text: str) -> dict[str, object]:
     """``FILE``, ``FILE:STRENGTH`` or ``C:\\FILE:STRENGTH`` as the job has it. Raises ConfigError for a strength that is no number from -10 to 10."""
+    if not text.strip():
+        raise ConfigError("lora.path", "--lora names no file.", "Write --lora FILE or --lora FILE:STRENGTH, such as my_lora.safetensors:0.8.")
     path, _, strength = text.rpartition(":")
     try:
         number = float(strength)

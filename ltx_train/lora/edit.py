@@ -112,14 +112,14 @@ def merge(checkpoint: Path, loras: Sequence[tuple[LoraFile, float]], out: Path, 
         prefix = _prefix_of(file, lora.modules)
         for name, module in lora.modules.items():
             stored = f"{prefix}{name}.weight"
-            shape = file.spans[stored].info.shape
-            if module.kind != "full" and module.shape != shape:
-                raise LtxTrainError("lora.shape", f"{name[-60:]}: the LoRA is for {list(module.shape)}, the model has {list(shape)}.", "It was trained on another model.")
-            if module.kind != "full" or "diff" in module.tensors:
-                plan.setdefault(stored, []).append((module, strength))
+            changes = {stored: module} if set(module.tensors) != {"diff_b"} else {}
             if "diff_b" in module.tensors and f"{prefix}{name}.bias" in file.spans:
-                bias = LoraModule(name, "full", {"diff": module.tensors["diff_b"]})
-                plan.setdefault(f"{prefix}{name}.bias", []).append((bias, strength))
+                changes[f"{prefix}{name}.bias"] = LoraModule(name, "full", {"diff": module.tensors["diff_b"]})
+            for place, change in changes.items():
+                shape = file.spans[place].info.shape
+                if change.shape != shape:
+                    raise LtxTrainError("lora.shape", f"{name[-60:]}: the LoRA is for {list(change.shape)}, the model has {list(shape)}.", "It was trained on another model.")
+                plan.setdefault(place, []).append((change, strength))
     _refuse_quantised(file, plan)
     done = [0]
 

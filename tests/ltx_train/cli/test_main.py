@@ -96,9 +96,20 @@ def test_a_lora_and_its_strength(text, path, strength):
     assert (use.path, use.strength) == (path, strength)
 
 
+def test_a_lora_that_is_no_file(capsys, tiny):
+    assert_refused(capsys, "sample", "--model-path", tiny["model"], "--prompt", "a", "--lora", "", word="--lora names no file")
+
+
 @pytest.mark.parametrize("strength", ["--5", "²", "nan", "inf", "-11", "", "0,8", "1.2.3"])
 def test_a_strength_that_is_none(capsys, tiny, strength):
     assert_refused(capsys, "sample", "--model-path", tiny["model"], "--prompt", "a", "--lora", f"a.safetensors:{strength}", word="is no strength from -10 to 10")
+
+
+def test_merging_into_another_family_is_told(capsys, tiny, tmp_path):
+    parts = {"lora_A": ones(2, 32), "lora_B": ones(32, 2)}
+    save_file({f"diffusion_model.transformer_blocks.0.attn1.to_q.{n}.weight": v for n, v in parts.items()}, tmp_path / "l.safetensors", {"ltx_train.family": "ltx2"})
+    assert main(["lora", "merge", str(tmp_path / "l.safetensors"), "--model", str(tiny["model"]), "--out", str(tmp_path / "m.safetensors")]) == 0
+    assert "l.safetensors was trained on LTX-2 19B, not on LTX-2.3 22B." in capsys.readouterr().out
 
 
 def test_a_folder_as_lora(capsys, tmp_path):

@@ -92,6 +92,10 @@ def test_merge_refuses_another_model_and_its_own_input(tmp_path):
     checkpoint(tmp_path / "base.safetensors")
     with pytest.raises(LtxTrainError, match="the model has"):
         merge(tmp_path / "base.safetensors", [(lora_of(out=11), 1.0)], tmp_path / "o.safetensors")
+    for short in ({"diff": torch.ones(3, 3)}, {"diff_b": torch.ones(3)}):
+        lora = LoraFile({NAMES[0]: LoraModule(NAMES[0], "full", short, None)}, LoraMetadata())
+        with pytest.raises(LtxTrainError, match="the LoRA is for"):
+            merge(tmp_path / "base.safetensors", [(lora, 1.0)], tmp_path / "o.safetensors")
     foreign = LoraFile({"transformer_blocks.9.attn1.to_q": LoraModule("transformer_blocks.9.attn1.to_q", "lora", {}, None)}, LoraMetadata())
     with pytest.raises(LtxTrainError, match="has no weight"):
         merge(tmp_path / "base.safetensors", [(foreign, 1.0)], tmp_path / "o.safetensors")
