@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,18 +131,20 @@ def read_noise(sample: ValidationSample, states: States) -> Noise | None:
     """The start noise that a sample's file gives, None without one. Raises DataError for a file that does not fit."""
     if sample.noise is None:
         return None
-    file, found = SafetensorsFile.open(Path(sample.noise).expanduser()), {}
-    for stream in ("video", "audio"):
-        state = states[stream]
-        if state is None or state.levels == (0.0,):
-            continue
-        values = file.read(stream) if stream in file.spans else None
-        wanted = unpatchify(state.clean[:, : state.num_target], state.grid).shape
-        if values is None or values.shape != wanted:
-            have = "none" if values is None else list(values.shape)
-            raise DataError("sample.noise", f"The noise for {stream} must be {list(wanted)}; the file has {have}."[:118], f"In {sample.noise}, under the name {stream}.")
-        found[stream] = patchify(values.to(state.device, torch.float32))
+    made = {s: state for s in ("video", "audio") if (state := states[s]) is not None and state.levels != (0.0,)}
+    file = noise_file(sample, {s: unpatchify(state.clean[:, : state.num_target], state.grid).shape for s, state in made.items()})
+    found = {s: patchify(file.read(s).to(state.device, torch.float32)) for s, state in made.items()}
     return Noise(found.get("video"), found.get("audio"))
+
+
+def noise_file(sample: ValidationSample, shapes: Mapping[str, Sequence[int]]) -> SafetensorsFile:
+    """The file that a sample's noise comes from; its header alone is read. Raises DataError where a stream's tensor is not of its shape."""
+    file = SafetensorsFile.open(Path(sample.noise).expanduser())
+    for stream, shape in shapes.items():
+        found = list(file.spans[stream].info.shape) if stream in file.spans else "none"
+        if found != list(shape):
+            raise DataError("sample.noise", f"The noise for {stream} must be {list(shape)}; the file has {found}.", f"In {sample.noise}, under the name {stream}.")
+    return file
 
 
 def reference_beside(sample: ValidationSample, grid: VideoGrid) -> Tensor | None:

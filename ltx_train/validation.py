@@ -24,7 +24,7 @@ from .models.transformer import LTXTransformer
 from .room import Room, decode_needs, untouched_random
 from .runs.events import SampleEvent
 from .runs.live import LiveRun
-from .sample_media import encode_conditions, read_noise, reference_beside
+from .sample_media import encode_conditions, noise_file, read_noise, reference_beside
 from .sampling.denoise import Sampled, denoise
 from .sampling.recipe import Recipe, ValidationSample, ValidationSection, start_states
 from .sampling.sample_conditions import States
@@ -288,6 +288,10 @@ def plan_samples(section: ValidationSection, checkpoint: Checkpoint) -> list[tup
             own = checkpoint.audio_grid.of_seconds(grid.seconds) if condition.modality == "audio" else grid
             condition.check(own)
             condition.needs(own)
+        if sample.noise is not None:
+            sound = checkpoint.audio_grid.of_seconds(grid.seconds)
+            shapes = {"video": (1, config.in_channels, grid.frames, grid.height, grid.width), "audio": (1, config.audio_in_channels // sound.bins, sound.steps, sound.bins)}
+            noise_file(sample, {stream: shapes[stream] for stream in streams if stream != sample.frozen()})
         plans.append((streams, grid, recipe))
     return plans
 

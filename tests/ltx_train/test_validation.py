@@ -36,6 +36,8 @@ from ltx_train.runs.live import LiveRun
 from ltx_train.runs.run_dir import RunDir
 from ltx_train.sample_job import check_loras
 from ltx_train.sample_job import run as run_sample_job
+from ltx_train.sample_media import read_noise
+from ltx_train.sampling.recipe import start_states
 from ltx_train.text import Context
 from ltx_train.tiny.checkpoints import open_tiny
 from ltx_train.tiny.media import tone, write_pcm
@@ -305,13 +307,24 @@ def test_noise_from_a_file_is_the_seeds_own_when_equal(home, tmp_path):
     given = {"decode": "later", "generate_audio": False}
     save_file({"video": drawn}, tmp_path / "noise.safetensors")
     save_file({"video": drawn.flip(1).contiguous()}, tmp_path / "other.safetensors")
-    save_file({"video": drawn[:, :, :1].contiguous()}, tmp_path / "short.safetensors")
     sample = lambda name, **fields: read_kept(carry_out(sample_job(home, tmp_path / name, **given, samples=[{"prompt": "a ball", **fields}]))[0]).values  # noqa: E731
     seeded = sample("seeded", seed=7)
     assert torch.equal(sample("given", noise=str(tmp_path / "noise.safetensors")), seeded)
     assert not torch.allclose(sample("other", noise=str(tmp_path / "other.safetensors")), seeded)
-    with pytest.raises(LtxTrainError, match="1 of 1 samples failed"):
-        sample("short", noise=str(tmp_path / "short.safetensors"))
+
+
+def test_noise_that_does_not_fit_is_told_first(home, tmp_path):
+    """By the header, with the shapes that sampling then wants."""
+    checkpoint = open_tiny(home.model("ltx2.3"))
+    section = sample_job(home, tmp_path, samples=[{"prompt": "a", "noise": str(tmp_path / "n.safetensors")}]).validation
+    for given, said in (({"video": torch.ones(1, 128, 1, 2, 2)}, "video must be"), ({"video": torch.ones(1, 128, 2, 2, 2)}, "audio must be .1, 8, 9, 16.; the file has none")):
+        save_file(given, tmp_path / "n.safetensors")
+        with pytest.raises(DataError, match=said):
+            validation.plan_samples(section, checkpoint)
+    save_file({**given, "audio": torch.ones(1, 8, 9, 16)}, tmp_path / "n.safetensors")
+    ((streams, grid, _),) = validation.plan_samples(section, checkpoint)
+    states = start_states(section.samples[0], [], streams=streams, video_grid=grid, audio_grid=checkpoint.audio_grid, video_channels=128, audio_channels=128)
+    assert read_noise(section.samples[0], states).audio.shape == (1, 9, 128)
 
 
 def test_a_job_with_a_corrupt_image_is_an_error(home, tmp_path):
