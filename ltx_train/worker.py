@@ -122,7 +122,7 @@ def run_other_rank(directory: RunDir, rank: int, work: Callable[[LiveRun], None]
     sys.stdout = sys.stderr = log
     faulthandler.enable(log)
     with LiveRun(directory, rank=rank, world=_world()) as run, stop_signals(run):
-        _leave_with(directory, run)
+        _leave_with(directory)
         try:
             work(run)
         except BaseException as error:  # noqa: B902 - as above
@@ -134,7 +134,7 @@ def run_other_rank(directory: RunDir, rank: int, work: Callable[[LiveRun], None]
     return OK
 
 
-def _leave_with(directory: RunDir, run: LiveRun) -> None:
+def _leave_with(directory: RunDir) -> None:
     """End this process soon after rank 0's was killed: it may hang in a collective for ever."""
     if _world() != int(os.environ.get("LOCAL_WORLD_SIZE", _world())):
         return  # rank 0 may be on another machine, where the collective's timeout does this

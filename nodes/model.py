@@ -72,18 +72,18 @@ def choose(model: str, text_encoder: str = AUTO, video_vae: str = AUTO, audio_va
     }
     checkpoint = Checkpoint.open(main, **given)
     if text_encoder == AUTO and not checkpoint.has("text_encoder"):
-        given["text_encoder"] = _fitting(main, given, "text_encoder", ("text_encoders",))
+        given["text_encoder"] = _fitting(main, "text_encoder", "text_encoders")
     for role, chosen in (("video_vae", video_vae), ("audio_vae", audio_vae)):
         if chosen == AUTO and role in checkpoint.family.components and not checkpoint.has(role):
-            given[role] = _fitting(main, given, role, ("vae",))
+            given[role] = _fitting(main, role, "vae")
     return _described(main, given, {"text_encoder": text_encoder, "video_vae": video_vae, "audio_vae": audio_vae})
 
 
-def _fitting(main: Path, given: dict[str, Path | None], role: str, folders: tuple[str, ...]) -> Path | None:
-    """The first file of the folders that the checkpoint takes for ``role``; None where none fits."""
-    for name in paths.model_files(*folders):
+def _fitting(main: Path, role: str, folder: str) -> Path | None:
+    """The first file of a model folder that the checkpoint takes for ``role``; None where none fits."""
+    for name in paths.model_files(folder):
         try:
-            path = paths.model_file(name, *folders)
+            path = paths.model_file(name, folder)
         except DataError:
             continue
         if _fits(main, path, role, _stamp(main), _stamp(path)):

@@ -185,7 +185,7 @@ class BlockEngine:
             layers = [block.get_submodule(member.name) for member in packed.members]
             if not all(isinstance(layer, Linear) for layer in layers):
                 continue  # an adapter kind that computes its layers itself
-            group = layers[0].group or group_of(layers, self.dtype, self.settings.float8)
+            group = layers[0].group or group_of(layers, self.settings.float8)
             group.lora_scales = tuple(1.0 if layer.lora is None else layer.lora.scale for layer in layers)
             group.ranks = tuple(0 if layer.lora is None else layer.lora.rank for layer in layers)
             group.weight = matrix

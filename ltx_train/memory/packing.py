@@ -194,7 +194,7 @@ def with_tensors(store, tensors: Mapping[str, Tensor]):
     return replace(store, **tensors)
 
 
-def group_of(members: list[Linear], dtype: torch.dtype, native: bool) -> LinearGroup:
+def group_of(members: list[Linear], native: bool) -> LinearGroup:
     """The product of a packed group without its weight: biases merged (official ones become views), fp8 scales, LoRA shapes."""
     loras = [layer.lora for layer in members]
     group = LinearGroup(

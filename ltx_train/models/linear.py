@@ -115,8 +115,8 @@ class LinearGroup:
     ``down`` [sum of ranks, in] and ``ups`` (a layer each: [out, rank] or None) are working copies of the layers' LoRAs.
     """
 
-    def __init__(self, sizes: Sequence[int], scales: Sequence[float], ranks: Sequence[int], dropout: float = 0.0) -> None:
-        self.sizes, self.lora_scales, self.ranks, self.dropout = tuple(sizes), tuple(scales), tuple(ranks), dropout
+    def __init__(self, sizes: Sequence[int], scales: Sequence[float], ranks: Sequence[int]) -> None:
+        self.sizes, self.lora_scales, self.ranks, self.dropout = tuple(sizes), tuple(scales), tuple(ranks), 0.0
         self.weight: Tensor | None = None
         self.scale: Tensor | None = None
         self.bias: Tensor | None = None

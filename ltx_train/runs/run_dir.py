@@ -258,18 +258,6 @@ def check_name(name: str) -> str:
     return name
 
 
-def next_name(root: Path | str, name: str) -> str:
-    """``name`` if it is free below ``root``, else ``name_002``, ``name_003``, ..., the first that is."""
-    check_name(name)
-    root = Path(root)
-    if not (root / name).exists():
-        return name
-    number = 2
-    while (root / f"{name}_{number:03d}").exists():
-        number += 1
-    return f"{name}_{number:03d}"
-
-
 def versions_of(root: Path | str, name: str) -> list[RunDir]:
     """The runs of this name below ``root``: ``name``, ``name_002``, ..., oldest first."""
     pattern = re.compile(re.escape(name) + r"(_\d{3,})?")

@@ -10,7 +10,7 @@ import pytest
 
 from ltx_train.errors import RunError
 from ltx_train.runs.lock import ProcessId
-from ltx_train.runs.run_dir import RunDir, Status, check_name, list_runs, next_name, versions_of
+from ltx_train.runs.run_dir import RunDir, Status, check_name, list_runs, versions_of
 
 
 @pytest.fixture
@@ -98,14 +98,6 @@ def test_names_that_some_system_cannot_have_are_refused():
             check_name(name)
     for name in ("a", "größe 2", "LTX-2.3_v1", "console"):
         assert check_name(name) == name
-
-
-def test_the_next_free_name(tmp_path):
-    assert next_name(tmp_path, "cat") == "cat"
-    for expected in ("cat_002", "cat_003"):
-        RunDir.create(tmp_path / next_name(tmp_path, "cat"))
-        assert next_name(tmp_path, "cat") == expected
-    assert next_name(tmp_path, "cat_002") == "cat_002_002"
 
 
 def test_listing_and_versions(tmp_path):
