@@ -49,6 +49,7 @@ class Measured:
 
     seconds: float | None
     why: str = ""
+    hint: str = ""
     rate: float | None = None
     peak: int | None = None
     notes: tuple[str, ...] = ()
@@ -123,20 +124,40 @@ def trial(config: TrainConfig, place: Path, steps: int, *, sample: bool) -> Trai
 
 
 def measure(config: TrainConfig, place: Path) -> Measured:
-    """Carry out a trial in a child of its own, as a run is; running out of memory is an answer, not an error."""
-    run = RunDir.create(place)
+    """Carry out a trial in a child of its own, as a run is; running out of memory is an answer, not an error.
+
+    What an earlier tuning left at ``place`` goes first: its steps are not this one's. An interrupt ends the child too.
+    """
+    run = new_place(place)
     config.save(run.job_path("train"))
     child = launch_job(OpenedRun(run, config), lower_plan=None)
-    outcome = child.wait()
+    try:
+        outcome = child.wait()
+    except BaseException:  # the child would train on by itself: it survives whoever started it
+        child.stop(deadline=0.0)
+        raise
+    finally:
+        shutil.rmtree(run.checkpoints, ignore_errors=True)  # steps that train nothing of worth
     history = run.history()
-    shutil.rmtree(run.checkpoints, ignore_errors=True)  # steps that train nothing of worth
     if not outcome.ok:
         if outcome.exit_code == OUT_OF_MEMORY:
-            return Measured(None, "out of memory")
+            return Measured(None, "out of memory", outcome.hint)
         if outcome.error is not None and outcome.exit_code == 2:
-            return Measured(None, outcome.message)
-        return Measured(None, f"failed: {outcome.message}")
+            return Measured(None, outcome.message, outcome.hint)
+        return Measured(None, f"failed: {outcome.message}", f"{outcome.hint}\nSee {run.log_path}.".strip())
     return of_run(config, list(history.steps.values()), history.warnings, bool(history.samples))
+
+
+def new_place(place: Path) -> RunDir:
+    """A new directory for a trial, in the place of an earlier one. Raises RunError where somebody's files are, or a process is at work."""
+    run = RunDir(place)
+    if run.live():
+        raise RunError("run.locked", f"The trial {run.name} is at work: another autotune runs there.", f"Wait for it, stop it (`python -m ltx_train stop {run.path}`), or give another --folder.")
+    if run.path.is_dir() and any(run.path.iterdir()):
+        if not run.job_path("train").is_file():
+            raise RunError("autotune.folder", f"The folder {run.path} holds other files than a trial.", "Give another --folder.")
+        shutil.rmtree(run.path)
+    return RunDir.create(run.path)
 
 
 def of_run(config: TrainConfig, steps: list[StepEvent], warnings: list[WarningEvent], sampled: bool) -> Measured:
@@ -176,11 +197,17 @@ def autotune(
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
 
+    def begin(what: str) -> None:
+        if say is not None:
+            say(f"{what}: {steps} steps ...")
+
+    begin("the job as it is")
     first = measure(trial(config, folder / "0_sanity", steps, sample=True), folder / "0_sanity")
     tell(f"sanity run, {steps} steps: {in_words(first)}")
     if not first.ok:
         kind = OutOfMemory if first.why == "out of memory" else RunError
-        raise kind("autotune.sanity", f"The job as it is does not run: {first.why}"[:118], "Mend that first (`train CONFIG --check`, `plan CONFIG`); then tune.")
+        hint = f"{first.hint}\nMend that first (`train CONFIG --check`, `plan CONFIG`); then tune.".strip()
+        raise kind("autotune.sanity", f"The job as it is does not run: {first.why}", hint)
     best, ended = first, set[str]()
     tried = 0
     for change in proposals(config, card_bytes=card_bytes):
@@ -191,6 +218,7 @@ def autotune(
             continue
         tried += 1
         place = folder / f"{tried}_{change.title.replace(' ', '_')}"
+        begin(change.title)
         try:
             found = measure(trial(changed(tuned.config, change.fields), place, steps, sample=False), place)
         except LtxTrainError as error:  # a combination that is refused by name

@@ -24,10 +24,11 @@ from ..data.findings import Finding
 from ..data.media import prepare
 from ..data.probe import probe
 from ..data.sources import Captions, FolderSource
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..geometry import VideoFactors
 from ..section import Section
 from ..tiny.media import Coding, encode
+from ..training.parallel import single_device
 
 Encode = Callable[[Tensor], object]
 """uint8 [B, F, H, W, 3] to whatever; returns when the work is done."""
@@ -45,11 +46,27 @@ class PreprocessBench(Section):
     video_vae_path: str | None = Field(None, description="The video VAE file of a split pack.")
     full_size_vae: str | None = Field(None, description="Encode with a video VAE of this family's full size in random weights; no model file is needed.")
     encode_seconds: float | None = Field(None, gt=0, description="Play an encoder of this speed instead, which leaves the processor free as a GPU does.")
-    device: str = Field("auto", description="Where the encoder runs.")
+    device: str = Field("auto", description="Where the encoder runs.", pattern=r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$")
     official: bool = Field(True, description="Measure the official scripts' way too.")
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict, before clips are drawn and a model is written."""
+        from ..models.families import FAMILIES
+
+        if len(parse_buckets(self.resolution_bucket)) != 1:
+            raise ConfigError("bench.bucket", f"resolution_bucket {self.resolution_bucket:.60} names several; one is measured.", "Give one, such as 768x448x49.")
+        encoders = [name for name in ("full_size_vae", "model_path", "encode_seconds") if getattr(self, name)]
+        if len(encoders) > 1:
+            raise ConfigError("bench.encoder", f"{' and '.join(encoders)} each name the encoder.", "Give one of them.")
+        if self.video_vae_path and not self.model_path:
+            raise ConfigError("bench.encoder", "video_vae_path belongs to a model.", "Give model_path too, or full_size_vae for random weights.")
+        if self.full_size_vae and self.full_size_vae not in FAMILIES:
+            raise ConfigError("bench.family", f"There is no family {self.full_size_vae!r:.60}.", f"There are: {', '.join(FAMILIES)}.")
+        single_device(self.device)
 
     def run(self) -> Iterator[dict[str, Any]]:
         """One row a way as soon as it is measured, then the row of their ratios."""
+        self.check()
         with tempfile.TemporaryDirectory(prefix="ltx-bench-") as folder:
             encoder, factors = self._encoder(Path(folder))
             plans = self.plans(Path(self.media).expanduser() if self.media else draw_clips(Path(folder) / "clips", self.bucket.frames), factors)
@@ -199,6 +216,6 @@ def _vae(model: str | Path, vae: str | Path | None, device: str) -> tuple[Encode
     from ..models.codec import EngineCodec
 
     checkpoint = Checkpoint.open(Path(model).expanduser(), video_vae=Path(vae).expanduser() if vae else None)
-    place = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    place = single_device(device)
     codec = EngineCodec(checkpoint, device=place, dtype=torch.float32 if place.type == "cpu" else torch.bfloat16)
     return codec.encode_video, checkpoint.video_factors

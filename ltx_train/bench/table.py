@@ -62,11 +62,14 @@ def chosen(text: str) -> list[int]:
         return list(range(1, len(ROWS) + 1))
     numbers: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    wrong = [n for n in numbers if not 1 <= n <= len(ROWS)]
-    if wrong:
-        raise ValueError(f"there is no row {wrong[0]}; there are {len(ROWS)}")
+        first, _, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ValueError(f"{part!r:.40} is no row's number")
+        ends = int(first), int(last or first)
+        wrong = [n for n in ends if not 1 <= n <= len(ROWS)]
+        if wrong or ends[1] < ends[0]:
+            raise ValueError(f"there is no row {wrong[0]}; there are {len(ROWS)}" if wrong else f"{part} goes backwards")
+        numbers += range(ends[0], ends[1] + 1)
     return numbers
 
 

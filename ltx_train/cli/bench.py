@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
 
 from . import bench_learning, bench_load, bench_preprocess, bench_train
+from .bench_cases import sound, sound_out
 from .show import positive
 
 
@@ -62,9 +64,15 @@ def run_step(options: argparse.Namespace) -> int:
     from ..bench.step import StepCase, line, run_cases
     from ..errors import ConfigError
 
+    sound_out(options.out)
     base = StepCase(size=options.size, rank=options.rank, family=options.family, steps=options.steps, tiny=options.tiny, profile=options.profile)
+    sound(base)
     if options.tiny and options.size == "960x544x89":
-        base = StepCase.parse("size=128x64x9,steps=3" if not options.table else "size=64x64x9,rank=4,steps=1,warmup=1,layers=2,compile=0", base)
+        base = StepCase.parse(f"size=128x64x9,steps={min(3, options.steps)}" if not options.table else "size=64x64x9,rank=4,steps=1,warmup=1,layers=2,compile=0", base)
+    if options.table and options.case:
+        raise ConfigError("bench.table", "--table measures its own cases; --case names others.", "Give one of the two.")
+    if options.minutes is not None and not (options.table and options.minutes >= 0):
+        raise ConfigError("bench.table", f"--minutes {options.minutes:g}: so many minutes are for --table, from 0 on.", "Begin no row of the table after so many minutes.")
     if options.table:
         from ..bench.table import chosen, run_table
 
@@ -74,7 +82,7 @@ def run_step(options: argparse.Namespace) -> int:
             raise ConfigError("bench.table", f"--table {options.table}: {error}"[:118], "Give row numbers such as 1-4,7, or nothing for all.") from error
         records = run_table(rows, base, plain=not options.no_plain, command=command_of(options), minutes=options.minutes)
     else:
-        records = run_cases([StepCase.parse(text, base) for text in options.case or [""]], plain=not options.no_plain, command=command_of(options))
+        records = run_cases([sound(StepCase.parse(text, base)) for text in options.case or [""]], plain=not options.no_plain, command=command_of(options))
     failed = 0
     for record in records:
         show(line(record), options.out)
@@ -90,7 +98,8 @@ def run_numerics(options: argparse.Namespace) -> int:
     from ..bench.step import StepCase, line
 
     size = "128x64x9" if options.tiny and options.size == "512x320x25" else options.size
-    case = StepCase(size=size, rank=options.rank, family=options.family, tiny=options.tiny)
+    case = sound(StepCase(size=size, rank=options.rank, family=options.family, tiny=options.tiny))
+    sound_out(options.out)
     device = device_of(options.tiny)
     for weights in (options.weights,) if options.weights else WEIGHTS:
         for record in compare(case, device, weights, options.only):
@@ -136,17 +145,47 @@ def run_autotune(options: argparse.Namespace) -> int:
     from ..config import TrainConfig
 
     config = TrainConfig.load(options.config).resolved(options.config.absolute().parent)
-    folder = options.folder or Path(config.output_dir + "_autotune")
+    sound_result(options.write, options.config)
+    folder = (options.folder or Path(config.output_dir + "_autotune")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    log = writable(options.config.absolute().with_name(LOG), folder / LOG)
     cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    log = options.config.absolute().with_name(LOG)
-    tuned = autotune(config, folder.absolute(), steps=options.steps, card_bytes=min(cards, default=None), say=lambda line: show(line, None), log=log)
+    try:
+        tuned = autotune(config, folder, steps=options.steps, card_bytes=min(cards, default=None), say=lambda line: show(line, None), log=log)
+    except KeyboardInterrupt:
+        show(f"Interrupted; what was measured is in {log}. The trial at hand is ended; started again, tuning begins anew.", None)
+        raise
     if tuned.kept:
         show(f"\n{tuned.yaml()}", None)
     if options.write:
         tuned.config.save(options.write)
     show(f"All of it is in {log}", None)
     return 0
+
+
+def sound_result(write: Path | None, config: Path) -> None:
+    """Raise ConfigError for a place where the tuned config cannot be saved, before hours go into tuning."""
+    if write is None:
+        return
+    from ..errors import ConfigError
+
+    folder = next(place for place in write.absolute().parents if place.exists())
+    why = "it is a folder" if write.is_dir() else f"{folder} is a file" if not folder.is_dir() else "" if os.access(write if write.exists() else folder, os.W_OK) else "no permission"
+    if write.exists() and write.samefile(config):
+        why = "it is the config that is tuned, whose comments would be lost"
+    if why:
+        raise ConfigError("autotune.write", f"--write {write}: the tuned config cannot be saved there: {why}.", "Name another .yaml file.")
+
+
+def writable(*files: Path) -> Path:
+    """The first of ``files`` that can be appended to."""
+    for file in files[:-1]:
+        try:
+            file.open("a", encoding="utf-8").close()
+        except OSError:  # a config in a folder that is not ours to write
+            continue
+        return file
+    return files[-1]
 
 
 def command_of(options: argparse.Namespace) -> str:

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from .bench_cases import sound_out
+
 
 def add(kinds: argparse._SubParsersAction, show: Callable[[str, Path | None], None]) -> None:
     """Register it below ``bench``. show: prints a record and keeps it in a file."""
@@ -22,6 +24,7 @@ def run(options: argparse.Namespace, show: Callable[[str, Path | None], None]) -
     from ..bench.step import line
     from ..errors import ConfigError
 
+    sound_out(options.out)
     names = options.mode or list(TASKS)
     for name in names:
         if name not in TASKS:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+
+from ..errors import ConfigError
+from .bench_cases import sound, sound_out, sound_size
+
+SECOND = "512x512x25"
 
 
 def add(kinds: argparse._SubParsersAction, command_of, show) -> None:
@@ -13,7 +19,7 @@ def add(kinds: argparse._SubParsersAction, command_of, show) -> None:
         "--case", action="append", metavar="KEY=VALUE,...",
         help="the setting, as for bench step (default quantization=int8,resident=0); link=25 holds uploads back to so many GB/s; given again: another one, with the compile cache of the first",
     )  # fmt: skip
-    load.add_argument("--second", default="512x512x25", help="another size, to see what a new bucket costs")
+    load.add_argument("--second", default=SECOND, help="another size, to see what a new bucket costs")
     load.add_argument("--file", type=Path, help="where the random model is written, and kept; found there it is used again")
     load.set_defaults(run=run_load)
     sample = kinds.add_parser("sample", help="seconds of a preview's steps: four guidance passes in one forward, and one by one")
@@ -34,8 +40,14 @@ def run_load(options: argparse.Namespace) -> int:
     from ..bench.step import StepCase
 
     base = tiny_case() if options.tiny else StepCase(size=options.size)
-    cases = [StepCase.parse(case, StepCase.parse(f"family={options.family}", base)) for case in options.case or ["quantization=int8,resident=0"]]
-    second = "64x96x9" if options.tiny else options.second
+    sound_out(options.out)
+    cases = [sound(StepCase.parse(case, StepCase.parse(f"family={options.family}", base))) for case in options.case or ["quantization=int8,resident=0"]]
+    second = sound_size("64x96x9" if options.tiny and options.second == SECOND else options.second)
+    if options.file is not None and options.tiny:
+        raise ConfigError("bench.file", "--file is for the model of full size; --tiny writes its own.", "Leave one of the two out.")
+    sound_out(options.file)
+    if len({case.family for case in cases}) > 1:
+        raise ConfigError("bench.case", "The cases of one bench load are of one family: they load the same file.", "Measure the other family by itself.")
     return told(run(cases, second=second, file=options.file, command=options.command_of(options)), options)
 
 
@@ -44,8 +56,9 @@ def run_sample(options: argparse.Namespace) -> int:
     from ..bench.sample import tiny_case
     from ..bench.step import StepCase
 
-    base = tiny_case() if options.tiny else StepCase(size=options.size, steps=options.steps)
-    case = StepCase.parse(options.case, StepCase.parse(f"family={options.family}", base))
+    base = replace(tiny_case(), steps=min(options.steps, tiny_case().steps)) if options.tiny else StepCase(size=options.size, steps=options.steps)
+    sound_out(options.out)
+    case = sound(StepCase.parse(options.case, StepCase.parse(f"family={options.family}", base)))
     return told(run(case, command=options.command_of(options)), options)
 
 

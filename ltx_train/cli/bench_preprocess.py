@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from .bench_cases import sound_out
+
 
 def add(kinds: argparse._SubParsersAction) -> None:
     """Register it below ``bench``."""
@@ -29,6 +31,7 @@ def run_preprocess(options: argparse.Namespace) -> int:
     from ..bench.preprocess import PreprocessBench
     from ..config import parse_section
 
+    sound_out(options.out)
     names = ("media", "resolution_bucket", "clips", "workers", "batch_size", "model_path", "video_vae_path", "full_size_vae", "encode_seconds", "device")
     values = {name: value for name in names if (value := getattr(options, name)) is not None}
     for row in parse_section(PreprocessBench, {**values, "official": not options.skip_official}).run():
