@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ltx_train import launch
 from ltx_train.__main__ import main
 from ltx_train.bench import full_model
 from ltx_train.bench.full_model import write_clips, write_full
@@ -20,9 +21,11 @@ from ltx_train.models.checkpoint import Checkpoint
 from ltx_train.models.families import FAMILIES
 from ltx_train.runs.events import PhaseEvent, ProgressEvent, StepEvent, WarningEvent
 from ltx_train.tensorfile import DTYPE_NAMES, writing_order
+from tests.end_to_end.corridor import Forked
 
 
-def test_a_tiny_run_is_told_with_its_resume(capsys, tmp_path):
+def test_a_tiny_run_is_told_with_its_resume(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "spawn", Forked)
     assert main(["bench", "train", "--tiny", "--steps", "6", "--resume", "1", "--folder", str(tmp_path)]) == 0
     first, resumed, step = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["steps"] == [1, 6] and first["snapshots"] and first["step_s"] > 0 and "warnings" not in first

@@ -55,7 +55,7 @@ def official(buckets, aspect, frames):
 
 def test_choice_is_the_official_one():
     buckets = [Bucket(w, h, f) for w, h, f in itertools.product((448, 768, 960), (448, 544, 768), (9, 49, 89))]
-    for aspect, frames in itertools.product((0.3, 0.5625, 1.0, 1.7778, 2.4), (8, 9, 48, 49, 200)):
+    for aspect, frames in itertools.product((0.3, 0.5625, 0.7, 1.0, 1.12, 1.7778, 2.4), (8, 9, 48, 49, 200)):  # 0.7, 1.12: the nearest by ratio, not by difference
         assert choose(buckets, aspect, frames, True) == official(buckets, aspect, frames)
 
 
@@ -118,6 +118,11 @@ def test_rate_and_step():
 def test_resampled_length_is_by_time():
     assert isinstance(planned(video(rate=30, frames=29), "768x448x25", fps=24), Finding)
     assert planned(video(rate=60, frames=63), "768x448x25", fps=24)[0].frames == 25
+
+
+def test_frames_that_a_higher_rate_repeats_are_told():
+    codes = lambda rate, fps: [n.code for n in planned(video(rate=rate, frames=200), "768x448x25", fps=fps)[0].notes]  # noqa: E731
+    assert "frames.repeated" in codes(12, 24) and "frames.repeated" not in codes(24, 24) + codes(30, 24) + codes(Fraction(24000, 1001), 24) + codes(12, None)
 
 
 def test_sound_only_durations():

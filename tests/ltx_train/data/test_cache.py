@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 
 from ltx_train.data.buckets import ClipOptions, parse_buckets, plan
-from ltx_train.data.cache import Cache, forecast
+from ltx_train.data.cache import Cache, forecast, pixel_facts
 from ltx_train.data.dataset import open_dataset
 from ltx_train.data.manifest import Manifest, ManifestEntry, manifest_entry
+from ltx_train.data.orientation import Orientation
 from ltx_train.data.probe import probe
 from ltx_train.data.references import plan_reference
 from ltx_train.data.sources import MemoryClip, Sample
@@ -51,6 +53,15 @@ def test_keys_change_when_they_must(clip, tmp_path):
     assert keys(clip, buckets="64x64x17")[1] != audio, "another length does not"
     other = counter_clip(tmp_path / "a.mp4", 40, sound=True, first=1)
     assert keys(other)[0] != video
+
+
+def test_what_the_reader_makes_of_a_file_is_in_its_key(clip):
+    first = planned(clip)[0]
+    seen = [{}, {"orientation": Orientation(90)}, {"orientation": Orientation(0, True)}, {"sample_aspect": Fraction(4, 3)}, {"interlaced": True}, {"transfer": "pq"}]
+    seen += [{"gamut": "bt2020"}, {"alpha": True}, {"coded_width": 8}]
+    facts = [str(pixel_facts(replace(first, probe=replace(first.probe, **change)))) for change in seen]
+    facts.append(str(pixel_facts(replace(first, probe=replace(first.probe, transfer="pq"), options=ClipOptions(hdr="refuse")))))
+    assert len(set(facts)) == len(facts) == 10
 
 
 def test_keys_stay_when_they_may(clip, tmp_path):

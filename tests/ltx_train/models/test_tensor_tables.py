@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -54,6 +55,12 @@ def open_published(folder, name: str) -> Checkpoint:
 ALL = [*UNIFIED, "ltx2.5-22b"]
 
 
+@pytest.fixture(scope="module")
+def transformer(folder):
+    """name -> its transformer with both streams, on no device."""
+    return cache(lambda name: load_transformer(open_published(folder, name), dtype=torch.bfloat16, device="meta"))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_opened_whole(folder, name):
     checkpoint = open_published(folder, name)
@@ -80,21 +87,19 @@ STREAMS = {"av": (True, True), "video": (True, False), "audio": (False, True)}
 
 
 @pytest.mark.parametrize("name, streams", [*((n, "av") for n in ALL), *((n, s) for n in AV for s in ("video", "audio"))])
-def test_the_transformer_has_exactly_these_tensors(folder, name, streams):
+def test_the_transformer_has_exactly_these_tensors(folder, transformer, name, streams):
     video, audio = STREAMS[streams]
     checkpoint = open_published(folder, name)
-    model = load_transformer(checkpoint, dtype=torch.bfloat16, device="meta", video=video, audio=audio)
+    model = transformer(name) if video and audio else load_transformer(checkpoint, dtype=torch.bfloat16, device="meta", video=video, audio=audio)
     filled = check_weights(model, transformer_source(checkpoint, model))
     assert filled and set(filled) == set(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("name", AV)
-def test_the_transformer_keeps_the_stored_dtypes(folder, name):
+def test_the_transformer_keeps_the_stored_dtypes(folder, transformer, name):
     """Every *scale_shift_table* of the 2.x files is float32, all else bfloat16."""
-    checkpoint = open_published(folder, name)
-    model = load_transformer(checkpoint, dtype=torch.bfloat16, device="meta")
-    source = checkpoint.source("transformer")
-    assert all(p.dtype == source.info(n).dtype for n, p in model.named_parameters())
+    source = open_published(folder, name).source("transformer")
+    assert all(p.dtype == source.info(n).dtype for n, p in transformer(name).named_parameters())
 
 
 @pytest.mark.parametrize("name", AV)

@@ -173,29 +173,6 @@ def test_recomputed_blocks_give_the_same_gradients():
     assert all(g.abs().max() > 0 for g in expected)
 
 
-def test_block_compiles_as_one_graph_for_any_token_count():
-    """fullgraph raises on a break; a second size must reuse the graph."""
-    model = build()
-    parameters = with_lora(model)
-    expected = gradients(model, parameters)
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    block = torch.compile(model.transformer_blocks[0], backend=backend, fullgraph=True, dynamic=True)
-    model.block_runner = lambda plain, index, *inputs: (block if index == 0 else plain)(*inputs)
-    for a, b in zip(gradients(model, parameters), expected):
-        torch.testing.assert_close(a, b)
-    assert len(graphs) == 1
-    video, audio = streams(frames=4, steps=9)
-    model(video, audio)[0].sum().backward()
-    assert len(graphs) == 1
-    torch._dynamo.reset()
-
-
 def test_base_weights_get_gradients_when_asked():
     """Full fine-tuning: every parameter that takes part has a gradient, tables and embedders too."""
     model = build().requires_grad_(True)

@@ -137,6 +137,15 @@ def test_neutral_passes_are_skipped(video, audio, per_step):
         assert model.batches == ([per_step] * 2 if batched else [1] * (2 * per_step))
 
 
+def test_stg_skips_the_chosen_blocks_of_its_stream():
+    model, seen = KnowsTheAnswer(), []
+    forward = model.forward
+    model.forward = lambda video, audio, perturbations: seen.append(perturbations) or forward(video, audio)
+    denoise(model, video=blank(), audio=None, positive=TEXT, schedule=Schedule((1.0, 0.0)), guidance=StreamGuidance(Guidance(stg=1), stg_blocks=(1,)), generator=seeded())
+    (skips,) = seen
+    assert skips.skip_video_self_attn.tolist() == [[1, 1], [1, 0], [1, 1]] and skips.skip_audio_self_attn is None
+
+
 def test_texts_of_different_length_run_one_by_one():
     model = KnowsTheAnswer()
     short = Context(torch.zeros(1, 1, 4), None)
