@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from .checks import check_network
 from .conditioning.modes import TrainingStrategySection
 from .config import TrainConfig, digest
 from .contexts import ContextStore
@@ -32,7 +32,7 @@ from .training.flow_matching import ModalityBalance
 from .training.host_adam import HostAdamW
 from .training.parallel import Parallel, keep_global_batch
 from .training.snapshots import last_state
-from .training.step import StepOutput, TrainStep
+from .training.step import TrainStep
 from .training.trainable import Trainable
 from .training_data import TrainingData, open_data, texts_of
 
@@ -111,6 +111,7 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
     validation = config.validation if config.validation.active else None
     if validation is not None:
         plan_samples(validation, checkpoint)  # before the dataset is encoded, which takes hours
+    check_network(config, checkpoint)
     data = open_data(config, checkpoint, live, parallel, validation.texts() if validation is not None else [])
     encoded = encode_texts_and_previews(config, checkpoint, data, validation, live, parallel)
     feed = build_feed(config, data.strategy, data.dataset, encoded.contexts, live, parallel, encoded.empty)
@@ -140,12 +141,18 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
     )  # fmt: skip
 
 
+def told_bytes(live: LiveRun, phase: str, done: int, total: int) -> None:
+    """Tell how many of so many bytes are there, in whole MiB, or in KiB where there are few."""
+    shift, unit = (20, "MiB") if total >= 10 << 20 else (10, "KiB")
+    live.progress(phase, done >> shift, -(-total >> shift), unit=unit)
+
+
 def build_optimizer(config: TrainConfig, trainable: Trainable, live: LiveRun) -> torch.optim.Optimizer:
     """The optimizer over what is trained; where its means rest in host memory, that is taken now: 8 bytes a parameter take a while."""
     optimizer = config.optimization.build_optimizer(trainable.parameters(), in_ram=config.acceleration.optimizer_in_ram == "on")
     if isinstance(optimizer, HostAdamW):
         with live.phase("optimizer state"):
-            optimizer.prepare(lambda done, total: live.progress("optimizer state", done >> 20, total >> 20, unit="MiB"))
+            optimizer.prepare(lambda done, total: told_bytes(live, "optimizer state", done, total))
     return optimizer
 
 
@@ -257,11 +264,6 @@ def identity_of(config: TrainConfig, checkpoint: Checkpoint, dataset: TrainingDa
     """What a snapshot must share with a job to be gone on from: a digest for each part of the identity."""
     parts: dict[str, Any] = {name: digest(value) for name, value in config.identity().items() if name not in ("model", "data")}
     return {**parts, "base": checkpoint.fingerprint_of("transformer"), "dataset": data_fingerprint(dataset)}
-
-
-def per_modality(out: StepOutput) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Loss, sigma and counts [B] of each stream that has a loss, as :class:`StepMeter` takes them."""
-    return out.per_modality()
 
 
 def model_card(config: TrainConfig, live: LiveRun, step: int) -> ModelCard:

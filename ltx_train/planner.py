@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -113,19 +114,17 @@ def choices(work: Work, machine: Machine, section: AccelerationSection, share_on
     graphs = machine.sm is not None and section.cuda_graphs != "off"
     groups = (section.accumulate_together,) if section.accumulate_together != "auto" else tuple(sorted({n for n in (1, 2, 4, 8) if n <= work.accumulation}))
     both = lambda choice: (False, True) if choice == "auto" else (choice == "on",)  # noqa: E731
-    for quantization in (section.quantization,):
-        for count in streamed:
-            for budget in budgets if compiled else (0.0,):
-                for optimizer in both(section.optimizer_in_ram):
-                    for offload in both(section.offload_activations):
-                        if offload and budget:
-                            continue
-                        on_disk = round(share_on_disk * count) if section.blocks_on_disk == "auto" else min(section.blocks_on_disk, count)
-                        for together in groups if count else groups[:1]:
-                            fit = Fit(quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products, min(together, work.accumulation), on_disk, graphs)
-                            yield fit
-                            if section.cuda_graphs == "auto" and fit.recorded(work):
-                                yield replace(fit, graphs=False)
+    on_disk = lambda count: round(share_on_disk * count) if section.blocks_on_disk == "auto" else min(section.blocks_on_disk, count)  # noqa: E731
+    for count, budget, optimizer, offload in product(streamed, budgets if compiled else (0.0,), both(section.optimizer_in_ram), both(section.offload_activations)):
+        if offload and budget:
+            continue
+        for together in groups if count else groups[:1]:
+            fit = Fit(
+                section.quantization, min(count, layers), budget, offload, optimizer, compiled, section.float8_products, min(together, work.accumulation), on_disk(count), graphs
+            )
+            yield fit
+            if section.cuda_graphs == "auto" and fit.recorded(work):
+                yield replace(fit, graphs=False)
 
 
 def make_plan(work: Work, machine: Machine, section: AccelerationSection) -> Plan:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .config import TrainConfig
 from .errors import DataError, LtxTrainError, StopRequested
 from .parking import Parking
-from .parts import FedBatch, Parts, build_parts, model_card, per_modality
+from .parts import FedBatch, Parts, build_parts, model_card
 from .runs.events import SampleEvent
 from .runs.live import LiveRun
 from .runs.publish import push_to_hub
@@ -206,7 +206,7 @@ class Trainer:
             self.parts.scaler.scale(sum(out.loss for out in outputs) / accumulation).backward()
             self.parts.trainable.take_gradients()
             for item, out in zip(items, outputs):
-                rows = per_modality(out)
+                rows = out.per_modality()
                 meter.add(out.loss, rows)
                 self.seen.append(SeenBatch(item.batch.ids, rows))
                 timing.tokens += out.tokens
