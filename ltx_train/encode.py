@@ -76,6 +76,7 @@ class Preprocessor:
         self.with_audio = with_audio and target.audio_grid is not None and section.clips.audio != "off"
         self.with_video, self.roles, self.part = with_video, roles, part
         self.refused: dict[str, Finding] = {}
+        self.noted: dict[str, list[str]] = {}  # by finding code: clips of which decoding showed what their headers do not
 
     # -- the whole way --
     def encode(self, planned: Report, texts: Sequence[str]) -> None:
@@ -179,6 +180,7 @@ class Preprocessor:
                 for item in ready:
                     if item.error is not None and not isinstance(item.error, MediaError):
                         raise item.error
+                    self.note(item.plan, item.notes)
                 self.encode_batch([r for r in ready if r.error is None])
                 done += len(ready)
                 self.report.progress("encode video", done, total, unit="clips", message=ready[-1].plan.id)
@@ -203,6 +205,12 @@ class Preprocessor:
                 from .data.media import loss_mask
 
                 self.put_mask(keys["loss_mask"], loss_mask(item.clip.alpha, self.target.factors))
+
+    def note(self, piece: ClipPlan, findings: Iterable[Finding]) -> None:
+        """Keep what was found while decoding, where the report did not know it."""
+        known = {f.code for f in piece.notes}
+        for code in dict.fromkeys(f.code for f in findings if f.code not in known):
+            self.noted.setdefault(code, []).append(piece.id)
 
     def finite_values(self, latents: Tensor, piece: ClipPlan) -> bool:
         """Whether all are numbers; a clip whose latents are not is left out: one such step would end the training's weights."""
@@ -244,6 +252,7 @@ class Preprocessor:
                     continue
                 for key, sound in sounds.items():
                     self.put_sound(key, piece, sound)
+                    self.note(piece, sound.notes)
                 if self.wants("audio_mask", piece):
                     self.put_audio_mask(piece)
                 self.report.progress("encode audio", done, len(waiting), unit="clips", message=piece.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 
 from .data.cache import Cache
 from .data.dataset import DataSection
+from .data.findings import CODES
 from .data.manifest import Manifest
 from .data.report import Report, make_report, usable_or_raise
 from .encode import Preprocessor, Reporter, Target
@@ -82,6 +83,9 @@ def preprocess(
     if parallel is not None:
         for refused in parallel.gather(worker.refused):
             worker.refused.update(refused)
+        for noted in parallel.gather(worker.noted)[1:]:
+            for code, clips in noted.items():
+                worker.noted.setdefault(code, []).extend(clips)
     manifest = worker.manifest(planned, texts)
     if not manifest.entries:
         refused = next(iter(worker.refused.values()))
@@ -89,6 +93,7 @@ def preprocess(
     if part[0] == 0:
         worker.cache.write_index(manifest, section.index)
         say_skipped(manifest, report)
+        say_noted(worker.noted, report)
     if parallel is not None:
         parallel.barrier()
     return worker.cache.root
@@ -99,6 +104,13 @@ def say_skipped(manifest: Manifest, report: Reporter) -> None:
     if manifest.skipped:
         named = "\n".join(f"{s['path']}: {'; '.join(f['message'] for f in s['findings'])}" for s in manifest.skipped[:50])
         report.warn("data.skipped", f"{len(manifest.skipped)} of {len(manifest.skipped) + len(manifest.entries)} clips are left out.", named)
+
+
+def say_noted(noted: Mapping[str, Sequence[str]], report: Reporter) -> None:
+    """Name the clips of which decoding showed something, one warning a kind: no header tells that a sound is silence."""
+    for code, clips in noted.items():
+        told, _, advice = CODES[code].fix.partition(". ")
+        report.warn(code, f"{len(clips)} of the clips encoded now: {told.rstrip('.')}.", "\n".join(filter(None, (advice, ", ".join(clips[:20])))))
 
 
 def run(job: PreprocessJob, live: LiveRun) -> None:

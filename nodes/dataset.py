@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from ..ltx_train.config import DataSection
 from ..ltx_train.data.report import Report, make_report, usable_or_raise
 from ..ltx_train.data.sources import ChainSource, FolderSource, TableSource, open_source
-from ..ltx_train.errors import LtxTrainError
+from ..ltx_train.errors import ConfigError, DataError, LtxTrainError
 from ..ltx_train.geometry import VideoFactors
 from . import paths, schema, sockets
 from .follow import Screen
@@ -62,8 +62,8 @@ class LTXTrainDataset(io.ComfyNode):
                 ],
                 sockets.Settings["clips"].Input("clips", optional=True, tooltip="From LTX Clip Settings: how clips are cut, scaled and "
                     "cleaned, reference factors."),
-                sockets.Dataset.Input("previous", optional=True, tooltip="Another dataset that is trained together with this one; its "
-                    "sizes and cutting are kept per dataset where given."),
+                sockets.Dataset.Input("previous", optional=True, tooltip="Another dataset that is trained together with this one; each keeps "
+                    "its sizes where given, and the first one's cutting (fps, frame_selection, crop...) counts for all."),
             ],
             outputs=[sockets.Dataset.Output("ltx_dataset", display_name="ltx_dataset"), io.String.Output("report", display_name="report")],
             hidden=[io.Hidden.unique_id],
@@ -106,8 +106,10 @@ def describe(place: Path, widgets: dict[str, Any], previous: sockets.LtxDataset 
     fields = {"repeats": widgets.get("repeats", 1), "weight": widgets.get("weight", 1.0), "captions": captions, "name": ""}
     source = open_source(place, **fields)
     roles = {role: str(paths.resolve(widgets[role], what="folder")) for role in ROLE_FIELDS if widgets.get(role)}
-    if roles and isinstance(source, FolderSource):
-        source = source.model_copy(update=roles)
+    if roles and not isinstance(source, FolderSource):
+        raise DataError("dataset.roles", f"{place.name[:50]} is a dataset file: it names its clips' {', '.join(roles)} in columns.",
+            f"Add a column {next(iter(roles))} to it, and leave the folder empty here.")
+    source = source.model_copy(update=roles)
     further = widgets.get("clips")
     clips = schema.values_of(ClipOptions, widgets, only=CLIP_FIELDS) | (dict(further.fields) if further is not None else {})
     buckets = (widgets.get("buckets") or "auto").strip()
@@ -115,7 +117,7 @@ def describe(place: Path, widgets: dict[str, Any], previous: sockets.LtxDataset 
     if previous is not None:
         # one data section holds both; sizes given here stay with these clips
         sources = [*previous.data.sources, source.model_copy(update={"resolution_buckets": None if buckets == "auto" else buckets})]
-        buckets, clips = previous.data.resolution_buckets or "auto", previous.data.clips.model_dump()
+        buckets, clips = previous.data.resolution_buckets or "auto", one_cutting(clips, previous.data.clips).model_dump()
     data = DataSection.model_validate(
         {
             "sources": [s.model_dump() for s in sources],
@@ -127,6 +129,18 @@ def describe(place: Path, widgets: dict[str, Any], previous: sockets.LtxDataset 
         }
     )
     return sockets.LtxDataset(data, place.stem if place.is_file() else place.name)
+
+
+def one_cutting(clips: dict[str, Any], before: Any) -> Any:
+    """How all clips of joined datasets are cut: as the first says. Raises ConfigError where this one asks for something else."""
+    plain = ClipOptions()
+    own = ClipOptions.model_validate(clips)
+    for name in ClipOptions.model_fields:
+        value = getattr(own, name)
+        if value not in (getattr(plain, name), getattr(before, name)):
+            raise ConfigError("dataset.clips", f"{name} is {value!s:.30} here and {getattr(before, name)!s:.30} in the dataset before; "
+                f"joined clips are cut in one way.", f"Set {name} in the first LTX Dataset, which counts for all, and leave it as it was here.")
+    return before
 
 
 def samples_of(data: DataSection):

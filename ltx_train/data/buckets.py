@@ -298,6 +298,8 @@ def _notes(probe: Probe, bucket: Bucket, available: int, options: ClipOptions) -
         notes.append(Finding("bucket.upscaled", f"{probe.width}x{probe.height} enlarged to {bucket.width}x{bucket.height}"))
     if options.frame_selection == "head" and available > 2 * bucket.frames:
         notes.append(Finding("frames.unused", f"{bucket.frames} of {available} frames are used"))
+    if probe.kind == "video" and options.fps and exact_rate(options.fps) > probe.timeline.rate * 1.02:
+        notes.append(Finding("frames.repeated", f"{float(probe.timeline.rate):.3f} frames a second, read at {options.fps:g}"))
     if probe.kind == "video" and options.audio != "off":
         if probe.sound is None:
             notes.append(Finding("audio.none", "no sound"))

@@ -29,6 +29,7 @@ CODES: dict[str, Kind] = {
     # files
     "media.empty": Kind(True, "The file has 0 bytes: copy it again."),
     "media.unreadable": Kind(True, "No decoder knows this file: open it in a player, convert it to mp4, or remove it."),
+    "media.heif": Kind(True, "Install it (pip install pillow-heif) into the Python that trains, or save the photo as JPEG or PNG."),
     "media.too_large": Kind(True, "Make the picture smaller: a bucket's size is all that is used of it."),
     "media.truncated": Kind(True, "The file ends before its index says it does: copy or download it again."),
     "media.no_frames": Kind(True, "The file holds neither pictures nor sound that can be decoded."),
@@ -60,6 +61,7 @@ CODES: dict[str, Kind] = {
     "bucket.upscaled": Kind(False, "The clip is smaller than its bucket and is enlarged; a smaller bucket would be sharper."),
     "bucket.crop": Kind(False, "More than a third of the picture is cropped away: add a bucket of the clip's shape."),
     "frames.unused": Kind(False, "Only part of the clip is used: frame_selection all, uniform or sliding uses more."),
+    "frames.repeated": Kind(False, "The clip has fewer frames a second than clips.fps: some are shown twice, which teaches stutter. Lower clips.fps, or leave it out."),
     # what the model makes of it
     "latents.values": Kind(True, "The VAE gave values that are no numbers: try acceleration.mixed_precision_mode bf16 or no, and another copy of the VAE's file."),
     # roles

@@ -14,6 +14,8 @@ from .orientation import Orientation, exif_orientation, frame_orientation, mp4_o
 from .sources import MemoryClip
 from .timeline import STILL_RATE, Timeline, exact_rate, timeline_of
 
+HEIF_EXTENSIONS = frozenset((".heic", ".heif", ".hif"))
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis")
 HDR_TRANSFERS = {16: "pq", 18: "hlg"}
 WIDE_PRIMARIES = {9: "bt2020", 11: "p3", 12: "p3"}  # AVColorPrimaries
 
@@ -96,21 +98,38 @@ def probe(source: Path | MemoryClip) -> Probe:
         raise MediaError("media.missing", f"{path.name} cannot be read: {error.strerror}.") from error
     if head.startswith(b"version https://git-lfs"):
         raise MediaError("media.unreadable", f"{path.name} is a Git LFS pointer, not the clip: run `git lfs pull` in its folder.")
+    if is_heif(head) and not _heif_readable():
+        raise MediaError("media.heif", f"{path.name} is a HEIC photo, and the package pillow-heif is not installed.")
     found = _probe_still(path, size) if is_still(head) else _probe_av(path, size)
     return _with_extension(found)
 
 
 def is_still(head: bytes) -> bool:
-    """True for files Pillow reads: PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF, JPEG 2000."""
+    """True for files Pillow reads: PNG, JPEG, GIF, WebP, BMP, TIFF, AVIF, JPEG 2000, and HEIC with pillow-heif."""
     if head[4:8] == b"ftyp":
-        return head[8:12] in (b"avif", b"avis", b"mif1")
+        return head[8:12] in (b"avif", b"avis", b"mif1", *HEIF_BRANDS)
     starts = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ", b"P5", b"P6")
     return head.startswith(starts) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
 
 
+def is_heif(head: bytes) -> bool:
+    """True for HEIC photos, also those whose first brand is the general one."""
+    return head[4:8] == b"ftyp" and (head[8:12] in HEIF_BRANDS or (head[8:12] == b"mif1" and any(brand in head[16:64] for brand in HEIF_BRANDS)))
+
+
+def _heif_readable() -> bool:
+    """Whether Pillow reads HEIC photos of phones from now on: FFmpeg sees only one tile of them, unturned."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return False
+    register_heif_opener()
+    return True
+
+
 def _with_extension(found: Probe) -> Probe:
     extension = found.path.suffix.lower()
-    expected = {"image": IMAGE_EXTENSIONS | {".gif"}, "audio": AUDIO_EXTENSIONS | VIDEO_EXTENSIONS, "video": VIDEO_EXTENSIONS | {".webp", ".png", ".apng", ".avif"}}[found.kind]
+    expected = {"image": IMAGE_EXTENSIONS | HEIF_EXTENSIONS | {".gif"}, "audio": AUDIO_EXTENSIONS | VIDEO_EXTENSIONS, "video": VIDEO_EXTENSIONS | {".webp", ".png", ".apng", ".avif"}}[found.kind]
     if extension in expected and not (found.kind == "video" and not found.animated and extension in IMAGE_EXTENSIONS):
         return found
     message = f"{found.path.name} holds {found.codec} {found.kind}, not what {extension or 'no extension'} says"

@@ -98,6 +98,13 @@ def test_a_caption_that_is_cut_is_told(home, tmp_path):
     assert report.warnings == [("caption.cut", "Captions longer than the 1024 tokens that are read, their ends cut off: 1.")]
 
 
+def test_silence_that_only_decoding_shows_is_told(home, tmp_path, clips):
+    model, cache, report = home.model("ltx2.3"), tmp_path / "cache", Quiet()
+    media.encode(clips / "clip1.mp4", media.plain(17, width=64, height=64), 24, sound=media.tone(17 / 24, 48000, (0.0, 0.0)))
+    encode(model, clips, cache, report=report)
+    assert report.warnings == [("audio.silent", "1 of the clips encoded now: The sound is all silence: it teaches silence.")]
+
+
 class Spoiling(Counting):
     """Gives no numbers for the first pictures, the first sound, and one caption."""
 

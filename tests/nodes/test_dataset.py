@@ -69,6 +69,20 @@ def test_clip_settings_join_the_nodes_own(pack, clips):
     assert dataset.data.clips.letterbox and dataset.data.clips.reference_downscale_factor == 2 and dataset.data.clips.fps == 12
 
 
+def test_joined_datasets_are_cut_in_one_way(pack, clips):
+    first = run(pack, dataset="datasets/people", buckets="64x64x9", missing="file_name", fps=12.0).args[0]
+    joined = run(pack, dataset="datasets/people", missing="file_name", previous=first).args[0]
+    assert joined.data.clips.fps == 12
+    with pytest.raises(pack.engine("errors").ConfigError, match="fps is 30.0 here and 12.0 in the dataset before"):
+        run(pack, dataset="datasets/people", missing="file_name", fps=30.0, previous=first)
+
+
+def test_role_folders_beside_a_dataset_file_are_refused(pack, clips):
+    (clips / "metadata.csv").write_text("video,caption\na.mp4,walks\n")
+    with pytest.raises(pack.engine("errors").DataError, match="metadata.csv is a dataset file: it names its clips' video_mask in columns"):
+        run(pack, dataset="datasets/people/metadata.csv", buckets="64x64x9", video_mask="datasets/people")
+
+
 def test_a_dataset_that_is_not_there_is_told_before_the_run(pack, clips):
     node = pack.nodes["LTXTrainDataset"]
     assert node.validate_inputs("datasets/people") is True

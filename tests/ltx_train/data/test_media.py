@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from dataclasses import replace
 from fractions import Fraction
@@ -135,6 +136,16 @@ def test_a_name_with_a_colon_is_no_protocol(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.replace(tiny.counter_clip(Path("a.mp4"), 9), "concat:a|b.mp4")
     assert len(read_clip(planned(Path("concat:a|b.mp4"), "128x96x9")).frames) == 9
+
+
+@pytest.mark.parametrize("brands", [b"heic\0\0\0\0mif1heic", b"mif1\0\0\0\0mif1heicmiaf"])
+def test_a_heic_photo_is_not_read_as_a_video_of_one_tile(tmp_path, monkeypatch, brands):
+    path = tmp_path / "IMG_0001.heic"
+    path.write_bytes(b"\0\0\0\x20ftyp" + brands + bytes(200))
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(MediaError, match="pillow-heif") as refused:
+        probe(path)
+    assert refused.value.code == "media.heif" and "JPEG" in refused.value.hint
 
 
 def test_reference_sound(tmp_path):
