@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from .config import TrainConfig
-from .data.dataset import open_dataset
+from .data.dataset import DataSection, open_dataset
 from .data.report import Report, usable_or_raise
+from .data.sampler import BucketSampler, Stage, Unit
 from .encode import Target
 from .errors import CheckpointError, ConfigError, DataError, RunError
 from .geometry import AudioGrid, Grid, VideoGrid
-from .lora.adapters import target_linears
+from .lora.adapters import check_start, target_linears
 from .lora.files import read_lora
 from .lora.targets import select, without_effect
 from .memory.capability import Facts, capability
@@ -27,6 +29,7 @@ from .preprocess import report_on
 from .run_setup import find_run
 from .trained_weights import newest_weights, other_family
 from .training.parallel import single_device
+from .training.sharded import check_sharded
 from .training_data import check_family, check_prior, check_roles, check_sizes
 from .validation import plan_samples
 
@@ -61,13 +64,20 @@ def check_packages(config: TrainConfig) -> list[str]:
     return [f"device: {device}", *replaced, *([f"quantization: {caution}"] if caution else [])]
 
 
+def check_streams(config: TrainConfig, checkpoint: Checkpoint) -> bool:
+    """Whether sound may be left out where there is none. Raises ConfigError for a mode that needs it and a model that knows none."""
+    streams = config.training_strategy.streams()
+    may_go = streams.audio == "absent" or streams.video == streams.audio == "generated"
+    if not may_go and not checkpoint.family.audio:
+        raise ConfigError("mode.no_audio_model", f"{checkpoint.family.title} has no sound; the strategy needs it.", "Use LTX-2, 2.3 or 2.5, or another mode.")
+    return may_go
+
+
 def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
     """The dataset's report, or the cache that is given; the mode is checked against every size there is."""
     strategy, section = config.training_strategy, config.data
     streams = strategy.streams()
-    sound_may_go = streams.audio == "absent" or streams.video == streams.audio == "generated"  # it is left out where there is none
-    if not sound_may_go and not checkpoint.family.audio:
-        raise ConfigError("mode.no_audio_model", f"{checkpoint.family.title} has no sound; the strategy needs it.", "Use LTX-2, 2.3 or 2.5, or another mode.")
+    sound_may_go = check_streams(config, checkpoint)
     audio = checkpoint.audio_grid if checkpoint.family.audio else None
     if not section.all_sources():
         dataset = open_dataset(section.data_root(), factors=checkpoint.video_factors, audio_grid=audio, index=section.index, directories=strategy.directories())
@@ -80,17 +90,39 @@ def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
         if absent:
             raise DataError("cache.missing", f"The cache lacks {len(absent)} entries that its index names.", "Preprocess the dataset again; what is there is kept.")
         check_sizes(strategy, dataset)
+        check_stages(section, dataset.units())
+        check_held_out(config, checkpoint, audio)
         return [f"data: {len(dataset)} encoded clips, {dataset.audio_coverage():.0%} with sound"]
     wants_sound = streams.audio != "absent" and checkpoint.family.audio
     report = report_on(section, Target.of(checkpoint), strategy.required_roles(), with_audio=wants_sound)
     usable_or_raise(report)
-    for grids in _grids(report, checkpoint, audio if wants_sound else None):
+    found = _grids(report, checkpoint, audio if wants_sound else None)
+    for grids in found:
         strategy.check(grids)
+    check_stages(section, [Unit("", tokens=grids.get("video", grids.get("audio")).tokens) for grids in found if grids])
+    check_held_out(config, checkpoint, audio)
     sounding = sum(p.sound is not None for p in report.plans)
     if not sound_may_go:
         strategy.check_sound(len(report.plans), len(report.plans) - sounding)
     silent = [] if wants_sound or strategy.streams().audio == "absent" else [f"{checkpoint.family.title} has no sound: only video is trained"]
     return _said(config, report, sounding) + silent
+
+
+def check_stages(section: DataSection, units: Sequence[Unit]) -> None:
+    """Raise ConfigError for a stage of progressive resolution that no clip is small enough for."""
+    if units:
+        BucketSampler(units, stages=[Stage(s.from_step, s.max_tokens) for s in section.stages])
+
+
+def check_held_out(config: TrainConfig, checkpoint: Checkpoint, audio: AudioGrid | None) -> None:
+    """Raise DataError or ConfigError for another dataset to measure the loss on that is not there or does not fit."""
+    if config.data.held_out_root:
+        strategy = config.training_strategy
+        root = Path(config.data.held_out_root).expanduser()
+        other = open_dataset(root, factors=checkpoint.video_factors, audio_grid=audio, directories=strategy.directories())
+        check_family(other, checkpoint)
+        check_roles(strategy, other)
+        check_sizes(strategy, other)
 
 
 def _grids(report: Report, checkpoint: Checkpoint, audio: AudioGrid | None) -> list[dict[str, Grid]]:
@@ -136,30 +168,51 @@ def check_components(config: TrainConfig, checkpoint: Checkpoint) -> None:
 
 def check_network(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
     """Every tensor the network needs is in the file, the adapter finds its modules, and a warm start fits."""
+    check_streams(config, checkpoint)
     streams = [s for s in config.training_strategy.streams().present if s == "video" or checkpoint.family.audio]
     network = load_transformer(checkpoint, dtype=torch.bfloat16, device="meta", video="video" in streams, audio="audio" in streams)
-    check_weights(network, transformer_source(checkpoint, network))
-    check_memory(config)
+    source = transformer_source(checkpoint, network)
+    check_weights(network, source)
+    check_memory(config, stored=any(source.format(name) is not None for name in source.keys()))
     lines = check_adapter(config, network, streams) if config.lora is not None and config.model.training_mode == "lora" else []
     if config.model.load_checkpoint:
         path = newest_weights(Path(config.model.load_checkpoint).expanduser())
         lines += [f"starts from: {path.name}", *filter(None, [other_family(path, checkpoint)])]
         if config.model.training_mode == "lora":
-            theirs, layers = read_lora(path).modules, target_linears(network)
-            if not any(name in layers and module.shape == (layers[name].out_features, layers[name].in_features) for name, module in theirs.items()):
-                raise ConfigError("lora.other_model", f"{path.name} fits no module of this model.", "It was trained on another model: leave model.load_checkpoint out.")
+            check_warm_start(config, target_linears(network), path, streams)
     return lines
 
 
-def check_memory(config: TrainConfig) -> None:
-    """Raise ConfigError for memory settings that do not go with what is trained."""
-    lora, own_layers = config.lora, config.lora is None or config.lora.kind in ("lora", "rslora")
-    check_combination(config.acceleration, frozen=config.model.training_mode == "lora", own_layers=own_layers, dropout=lora is not None and lora.dropout > 0)
-    if not own_layers and config.acceleration.quantization is not None:
+def check_warm_start(config: TrainConfig, layers: Mapping[str, nn.Linear], path: Path, streams: Sequence[str]) -> None:
+    """Raise ConfigError for a LoRA file that the adapter cannot start from: of another model, of none of the modules adapted here, of another kind or rank."""
+    theirs = read_lora(path, layers).modules
+    if not any(name in layers and module.shape == (layers[name].out_features, layers[name].in_features) for name, module in theirs.items()):
+        raise ConfigError("lora.other_model", f"{path.name} fits no module of this model.", "It was trained on another model: leave model.load_checkpoint out.")
+    chosen = select(layers, config.lora.target_modules, config.lora.exclude_modules, streams)
+    common = {name: theirs[name] for name in chosen if name in theirs}
+    if not common:
         raise ConfigError(
-            "lora.quantized_base", f"The adapter kind {lora.kind} needs a base that is not quantised; acceleration.quantization is {config.acceleration.quantization}.",
-            "Choose kind: lora or rslora, or set acceleration.quantization to none.",
+            "lora.no_common_module", f"{path.name[-60:]} has no module that is adapted here.",
+            f"It has, for example, {next(iter(theirs))}; adapted are {chosen[0]} and {len(chosen) - 1} more. Change lora.target_modules, or leave model.load_checkpoint out.",
         )  # fmt: skip
+    check_start(config.lora, common, path.name)
+
+
+def check_memory(config: TrainConfig, *, stored: bool) -> None:
+    """Raise ConfigError for memory settings that do not go with what is trained. stored: the model file itself is quantised."""
+    section, lora, full = config.acceleration, config.lora, config.model.training_mode == "full"
+    own_layers = lora is None or lora.kind in ("lora", "rslora")
+    check_combination(section, frozen=not full, own_layers=own_layers, dropout=lora is not None and lora.dropout > 0)
+    if full and config.distributed.num_processes > 1:
+        dtype = section.compute_dtype(single_device(section.device))
+        check_sharded(config.optimization.optimizer_type, dtype, quantization=section.quantization, stored_quantised=stored)
+    kept = stored and section.keep_stored_quantization
+    if full and kept:
+        raise ConfigError("full.quantized", "A model file that is quantised cannot be fully fine-tuned as it is.", "Use the bf16 file, set acceleration.keep_stored_quantization: false, or train a LoRA.")
+    if not full and not own_layers and (section.quantization is not None or kept):
+        what = f"acceleration.quantization is {section.quantization}" if section.quantization is not None else "the model file is"
+        other = "set acceleration.quantization to none" if section.quantization is not None else "acceleration.keep_stored_quantization: false"
+        raise ConfigError("lora.quantized_base", f"The adapter kind {lora.kind} needs a base that is not quantised; {what}.", f"Choose kind: lora or rslora, or {other}.")
 
 
 def check_adapter(config: TrainConfig, network: LTXTransformer, streams: Sequence[str]) -> list[str]:

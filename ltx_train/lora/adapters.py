@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, LtxTrainError, MissingPackage
 from ..models.linear import Linear, LoraWeights
 from ..section import Section
+from .module import LoraModule
 from .targets import matches, select, without_effect
 
 Kind = Literal["lora", "rslora", "dora", "loha", "lokr"]
@@ -181,6 +182,49 @@ def attach(transformer: nn.Module, section: LoraSection, *, seed: int, streams: 
     build = _attach_lora if section.kind in ("lora", "rslora") else _attach_peft
     modules, switch = build(transformer, {name: layers[name] for name in chosen}, section, seed)
     return AdapterSet(section, modules, switch, missing)
+
+
+def check_start(section: LoraSection, modules: Mapping[str, LoraModule], file: str) -> None:
+    """Raise ConfigError ``lora.kind`` or ``lora.rank`` where an adapter cannot start from these modules of a file.
+
+    modules: those that are adapted here. LoRA and DoRA are fitted to any rank. The factors of LoHa and LoKr cannot be cut
+    to a smaller one without loss, and are taken as they are or not at all.
+    """
+    kind = "lora" if section.kind == "rslora" else section.kind
+    for name, module in modules.items():
+        if module.kind != kind:
+            words = f"{file[-50:]} holds {_WORDS[module.kind]}; lora.kind is {section.kind}."
+            hint = f"Set lora.kind: {module.kind}, or " if module.kind in _WORDS and module.kind != "full" else "Merge it into the model, or "
+            raise ConfigError("lora.kind", words, f"The first such module is {name}. {hint}leave model.load_checkpoint out.")
+        wanted = _factor_shapes(section, name, module.shape)
+        if wanted is None or wanted == {part: tuple(value.shape) for part, value in module.tensors.items() if part != "diff_b"}:
+            continue
+        if module.rank is not None and module.rank != section.rank_of(name):
+            raise ConfigError(
+                "lora.rank", f"{file[-40:]} is a {_WORDS[kind]} of rank {module.rank}; lora.rank is {section.rank_of(name)}.",
+                f"{_WORDS[kind]} is not changed to another rank: set lora.rank: {module.rank}, or leave model.load_checkpoint out. It is so at {name}.",
+            )  # fmt: skip
+        raise ConfigError(
+            "lora.rank", f"{file[-40:]} has other {_WORDS[kind]} factors than lora.rank {section.rank_of(name)} and lora.lokr_factor {section.lokr_factor} make.",
+            f"Set lora.rank and lora.lokr_factor as they were when it was trained, or leave model.load_checkpoint out. It is so at {name}.",
+        )  # fmt: skip
+
+
+_WORDS = {"lora": "LoRA", "dora": "DoRA", "loha": "LoHa", "lokr": "LoKr", "full": "plain differences"}
+
+
+def _factor_shapes(section: LoraSection, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, int]] | None:
+    """The shapes of the tensors that peft makes for a LoHa or LoKr of a weight [out, in]; None for the kinds that are fitted."""
+    rank, (out, inputs) = section.rank_of(name), shape
+    if section.kind == "loha":
+        return {f"hada_w{n}_{half}": size for n in (1, 2) for half, size in (("a", (out, rank)), ("b", (rank, inputs)))}
+    if section.kind != "lokr":
+        return None
+    from peft.tuners.lokr.layer import factorization
+
+    (a, b), (c, d) = factorization(out, section.lokr_factor), factorization(inputs, section.lokr_factor)
+    second = {"lokr_w2": (b, d)} if rank >= max(b, d) / 2 else {"lokr_w2_a": (b, rank), "lokr_w2_b": (rank, d)}
+    return {"lokr_w1": (a, c), **second}
 
 
 def _attach_lora(transformer: nn.Module, layers: Mapping[str, nn.Linear], section: LoraSection, seed: int) -> tuple[list[AdaptedModule], Callable[[bool], None]]:

@@ -64,7 +64,7 @@ class Adafactor(Optimizer):
     name: ClassVar[str] = "adafactor"
     beta2_decay: float = Field(-0.8, le=0, description="Power of the step in the decay of the running square.")
     eps: tuple[Annotated[float, Field(ge=0)] | None, Annotated[float, Field(ge=0)]] = Field((None, 1e-3), description="Added to the square; least parameter scale of a step.")
-    d: float = Field(1.0, gt=0, description="Clipping threshold of an update's root mean square.")
+    d: float = Field(1.0, ge=1, description="Clipping threshold of an update's root mean square.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
 
     def build(self, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -284,12 +284,18 @@ class OptimizationSection(Section):
             raise ConfigError("optimizer.no_parameters", "There is nothing to train: no parameter was selected.", "Check lora.target_modules.")
         return self._in_ram(params) if in_ram else self.optimizer().build(params, self.lr_at(0))
 
+    @property
+    def rests_in_ram(self) -> bool:
+        """Whether there is a form of the optimizer whose running means rest on the host."""
+        kind = self.optimizer()
+        return isinstance(kind, AdamW) and not kind.amsgrad
+
     def _in_ram(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         from ..memory.pinned import HostMemory
         from .host_adam import HostAdamW
 
         kind = self.optimizer()
-        if not isinstance(kind, AdamW) or kind.amsgrad:
+        if not self.rests_in_ram:
             raise ConfigError("optimizer.in_ram", f"optimizer_in_ram goes with adamw only, not {self.optimizer_type}.", "Choose adamw, or a paged_ optimizer with optimizer_in_ram: off.")
         memory = HostMemory(pin=params[0].device.type == "cuda")
         return HostAdamW(params, self.lr_at(0), kind.betas, kind.eps, kind.weight_decay, take=memory.take)

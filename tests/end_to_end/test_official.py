@@ -15,6 +15,7 @@ from ltx_train.errors import ConfigError, DataError, LtxTrainError
 from ltx_train.runs.events import WarningEvent
 from ltx_train.tiny import media
 from tests.end_to_end.corridor import train
+from tests.quantised_files import repacked
 
 ALL = ["to_k", "to_q", "to_v", "to_out.0"]
 VIDEO = [f"{a}.{m}" for a in ("attn1", "attn2") for m in ALL]
@@ -200,6 +201,39 @@ def test_a_check_and_a_training_refuse_data_that_lacks_what_the_mode_needs(home,
         with pytest.raises(LtxTrainError) as caught:
             look(config)
         assert caught.value.code == code and len(caught.value.message) < 120
+
+
+@pytest.fixture(scope="module")
+def loha(home, tmp_path_factory):
+    return train(home.config(tmp_path_factory.mktemp("loha") / "run", lora={"kind": "loha", "rank": 3}, optimization={"steps": 1})).lora
+
+
+LATE = {
+    "another rank": ({"lora": {"kind": "loha", "rank": 2}}, "lora.rank", "is a LoHa of rank 3; lora.rank is 2."),
+    "another kind": ({"lora": {"rank": 4}}, "lora.kind", "holds LoHa; lora.kind is lora."),
+    "no common module": ({"lora": {"kind": "loha", "target_modules": ["gates"]}}, "lora.no_common_module", "no module that is adapted here"),
+    "a stage": ({"data": {"stages": [{"from_step": 1, "max_tokens": 1}]}}, "data.stage", "No sample has at most 1 tokens"),
+    "held out": ({"data": {"held_out_root": "nowhere"}}, "data.root", "nowhere"),
+    "a quantised file": ({"lora": {"kind": "dora"}}, "lora.quantized_base", "kind dora needs a base that is not quantised; the model file is."),
+    "a quantised file, full": ({"model": {"training_mode": "full"}}, "full.quantized", "quantised"),
+    "shards": ({"model": {"training_mode": "full"}, "optimization": {"optimizer_type": "adafactor"}, "distributed": {"num_processes": 2}}, "full.optimizer", "adafactor"),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_would_fail_late_is_refused_by_a_check_and_before_the_model_is_loaded(home, tmp_path, monkeypatch, loha, name):
+    sections, code, said = LATE[name]
+    model = {"load_checkpoint": str(loha)} if code in ("lora.rank", "lora.kind", "lora.no_common_module") else {}
+    if name.startswith("a quantised file"):
+        model["model_path"] = str(tmp_path / "fp8.safetensors")
+        repacked(home.model("ltx2.3")["model"], tmp_path / "fp8.safetensors", "fp8", lambda key: key.endswith(".attn1.to_q.weight") and ".transformer_blocks." in key)
+    data = {"preprocessed_data_root": str(home.cache("ltx2.3")), **sections.get("data", {})}
+    config = home.config(tmp_path / "run", **{**sections, "data": data, "model": {**model, **sections.get("model", {})}})
+    monkeypatch.setattr("ltx_train.parts.load_base", lambda *given: pytest.fail("the model is loaded"))
+    for look in (check_config, train):
+        with pytest.raises(LtxTrainError) as caught:
+            look(config)
+        assert caught.value.code == code and said in caught.value.message and len(caught.value.message) < 120
 
 
 def test_starting_from_a_lora_of_another_family_is_told(home, tmp_path):

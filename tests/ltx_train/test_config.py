@@ -57,6 +57,9 @@ FAULTS = {
     "infinite": (PLAIN.replace("steps: 10", "learning_rate: .inf"), "config.invalid", "optimization.learning_rate: Input should be a finite number", ""),
     "nan": (PLAIN.replace("alpha: 4", "alpha: .nan"), "config.invalid", "lora.alpha", ""),
     "no loss": (PLAIN + "flow_matching: {video_weight: 0}\n", "config.invalid", "video_weight 0: nothing that is generated counts", ""),
+    "in RAM": (PLAIN.replace("steps: 10", "optimizer_type: adafactor") + "acceleration: {optimizer_in_ram: on}\n", "config.invalid", "optimizer_in_ram: on goes with optimizer_type adamw", ""),
+    "in RAM, amsgrad": (PLAIN.replace("steps: 10", "optimizer_params: {amsgrad: true}") + "acceleration: {optimizer_in_ram: on}\n", "config.invalid", "(without amsgrad)", ""),
+    "adafactor": (PLAIN.replace("steps: 10", "optimizer_type: adafactor, optimizer_params: {d: 0.5}"), "config.invalid", "the optimizer adafactor, d: Input should be greater than or equal to 1", ""),
     "sampler": (PLAIN + "flow_matching: {timestep_sampling_params: {stdd: 1}}\n", "config.invalid", "the noise level sampler shifted_logit_normal has no parameter 'stdd'; known: std", ""),
     "url": (PLAIN.replace("m.safetensors", "m.safetensors, load_checkpoint: 'http://host/l.safetensors'"), "config.invalid", "load_checkpoint is a URL", ""),
     "no model": (PLAIN.replace("m.safetensors", '""'), "config.invalid", "model_path is empty", ""),
@@ -131,13 +134,14 @@ def test_paths_start_where_the_user_stands_then_beside_the_config(tmp_path, monk
     (beside / "m.safetensors").touch()
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(tmp_path))
-    data = {"sources": [{"kind": "folder", "path": "clips", "reference_video": "refs", "audio": "inside"}], "cache_dir": "~/cache"}
+    data = {"sources": [{"kind": "folder", "path": "clips", "reference_video": "refs", "audio": "inside"}], "cache_dir": "~/cache", "held_out_root": "held"}
     sample = {"prompt": "p", "conditions": [{"type": "first_frame", "image_or_video": "first.png"}]}
     job = TrainConfig.parse(
         {"model": {"model_path": "m.safetensors", "text_encoder_path": "te"}, "lora": {}, "data": data, "validation": {"samples": [sample]}, "output_dir": "out"}
     ).resolved(beside)
     assert (job.model.model_path, job.model.text_encoder_path) == (str(beside / "m.safetensors"), str(here / "te"))
     assert (job.data.sources[0].path, job.data.cache_dir, job.output_dir) == (str(here / "clips"), str(tmp_path / "cache"), str(here / "out"))
+    assert job.data.held_out_root == str(here / "held")
     assert job.data.sources[0].audio == "inside", "folders of roles may lie inside the source"
     assert job.validation.samples[0].conditions[0].image_or_video == str(here / "first.png")
     os.chdir(tmp_path)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ltx_train.errors import ConfigError
-from ltx_train.lora.adapters import LoraSection, attach, module_seed
+from ltx_train.errors import ConfigError, LtxTrainError
+from ltx_train.lora.adapters import LoraSection, attach, check_start, module_seed
+from ltx_train.lora.files import LoraFile, adapter_modules, warm_start
+from ltx_train.lora.metadata import LoraMetadata
 from ltx_train.lora.targets import TARGET_GROUPS, matches, stream_of
 from ltx_train.models.linear import Linear
 
@@ -243,3 +245,44 @@ def test_quantised_base_takes_lora_and_refuses_peft_kinds():
     adapters = attach(model, section_of("lora"), seed=0)
     model(torch.randn(1, 2, 12)).sum().backward()
     assert adapters.modules["transformer_blocks.0.attn1.to_q"].tensors["lora_B.weight"].grad.abs().sum() > 0
+
+
+def made(**section):
+    """An adapter on one layer [80, 48], and its modules as a file has them."""
+    torch.manual_seed(0)
+    adapters = attach(nn.ModuleDict({"to_q": Linear(48, 80)}), LoraSection(alpha=4, target_modules=["to_q"], **section), seed=0)
+    return adapters, adapter_modules(adapters)
+
+
+STARTS = [
+    *({"kind": "loha", "rank": rank} for rank in (2, 3)),
+    *({"kind": "lokr", "rank": rank, "lokr_factor": factor} for factor in (-1, 4) for rank in (3, 4, 6, 12)),  # whole factors from rank 5 and 10 on
+    {"kind": "lora", "rank": 2}, {"kind": "rslora", "rank": 5}, {"kind": "dora", "rank": 4},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(STARTS)))
+def test_what_an_adapter_cannot_start_from_is_known_from_the_settings(number):
+    """Of every kind, rank and factor it is refused by name just where its tensors could not be taken over."""
+    _, modules = made(**STARTS[number])
+    taken = []
+    for own in STARTS:
+        try:
+            check_start(LoraSection(alpha=4, **own), modules, "old.safetensors")
+        except ConfigError as error:
+            assert error.code in ("lora.kind", "lora.rank") and error.message.startswith("old.safetensors ") and "load_checkpoint" in error.hint
+            with pytest.raises((LtxTrainError, KeyError)):
+                warm_start(made(**own)[0], LoraFile(modules, LoraMetadata()))
+        else:
+            taken.append(own)
+            assert warm_start(made(**own)[0], LoraFile(modules, LoraMetadata())).matched == ("to_q",)
+    assert STARTS[number] in taken
+
+
+def test_a_start_at_another_rank_says_which_rank_the_file_has():
+    _, modules = made(kind="loha", rank=8)
+    with pytest.raises(ConfigError) as caught:
+        check_start(LoraSection(kind="loha", rank=4), modules, "old.safetensors")
+    assert caught.value.message == "old.safetensors is a LoHa of rank 8; lora.rank is 4." and "set lora.rank: 8" in caught.value.hint
+    with pytest.raises(ConfigError, match="holds LoHa; lora.kind is lora"):
+        check_start(LoraSection(rank=8), modules, "old.safetensors")

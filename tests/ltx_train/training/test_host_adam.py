@@ -1,11 +1,13 @@
 """AdamW with its state on the host: torch's own numbers, in any chunks, and a snapshot's state taken over."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ltx_train.errors import ConfigError
+from ltx_train.parts import told_bytes
 from ltx_train.training import host_adam
 from ltx_train.training.host_adam import HostAdamW, _chunks
 from ltx_train.training.optim import OptimizationSection, can_stay, step_unless
@@ -148,3 +150,11 @@ def test_no_more_memory_is_taken_once_there_is_none(monkeypatch):
     with pytest.raises(MemoryError):
         HostAdamW(parameters, 1e-2, (0.9, 0.99), 1e-8, 0.1, take=take).prepare()
     assert len(asked) < 40
+
+
+@pytest.mark.parametrize(("total", "said"), [(0, (0, 0, "KiB")), (700 << 10, (350, 700, "KiB")), (900, (0, 1, "KiB")), (3 << 30, (1536, 3072, "MiB"))])
+def test_the_bytes_of_small_means_are_told_in_kib(total, said):
+    """Not "0 of 0 MiB", as on a tiny model."""
+    told = []
+    told_bytes(SimpleNamespace(progress=lambda phase, done, total, unit: told.append((done, total, unit))), "optimizer state", total // 2, total)
+    assert told == [said]
