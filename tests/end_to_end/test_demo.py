@@ -34,21 +34,21 @@ def run(out, *options, cwd=ROOT):
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """The demo's output and folder, run with 24 steps from a copy of the package alone."""
+    """The demo's output and folder, run with 12 steps from a copy of the package alone."""
     place = tmp_path_factory.mktemp("an archive")
     shutil.copytree(ROOT / "ltx_train", place / "ltx_train", ignore=shutil.ignore_patterns("__pycache__"))
     out = place / "out"
-    return run(out, "--steps", "24", cwd=place), out
+    return run(out, "--steps", "12", cwd=place), out
 
 
 def test_the_demo_names_its_results(fitted):
     text, out = fitted
-    for line, count in (("LoRA: ", 1), ("Loss curve: ", 1), ("Sample at the first step (0): ", 4), ("Sample at the last step (24): ", 4)):
+    for line, count in (("LoRA: ", 1), ("Loss curve: ", 1), ("Sample at the first step (0): ", 4), ("Sample at the last step (12): ", 4)):
         found = re.findall(rf"^{re.escape(line)}(.+?)(?: \(.*\))?$", text, re.MULTILINE)
         assert len(found) == count and all(Path(f).is_file() and Path(f).stat().st_size > 0 for f in found), (line, text)
     assert "a toy of 8 MB" in text and "It is not LTX-2.3" in text
     assert Image.open(out / "run" / "loss.png").size == (960, 480)
-    frames, wave, rate = module.read_back(out / "run" / "samples" / "step_000024_1.mp4")
+    frames, wave, rate = module.read_back(out / "run" / "samples" / "step_000012_1.mp4")
     assert frames.shape == (17, 64, 64, 3) and wave.shape[0] == 2 and wave.shape[1] / rate == pytest.approx(17 / 24, abs=0.1)
 
 
@@ -79,7 +79,7 @@ def test_a_second_demo_shows_the_same_results(fitted, capsys, monkeypatch):
     monkeypatch.setattr(module.FittedSet, "at", lambda: copied)
     lora = next((out / "run" / "checkpoints").glob("*.safetensors"))
     stamp = lora.stat().st_mtime_ns
-    again = here(capsys, out, "--steps", "24")
+    again = here(capsys, out, "--steps", "12")
     assert "run before" in again and lora.stat().st_mtime_ns == stamp and not (out / "run_002").exists()
     assert re.search(r"^Loss: .*$", again, re.MULTILINE)[0] == re.search(r"^Loss: .*$", text, re.MULTILINE)[0]
 

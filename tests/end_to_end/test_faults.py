@@ -335,14 +335,8 @@ def equal(done, plain):
     return True
 
 
-def test_previews_change_nothing(home, tmp_path, plain):
-    done = train(previews(home, tmp_path / "run", sound=True))
-    assert equal(done, plain) and not done.warnings
-    assert [(e.step, (done.run.path / e.path).is_file()) for e in done.events(SampleEvent)] == [(0, True), (1, True), (2, True)]
-
-
-def test_dropout_is_for_training_alone(home, tmp_path, plain, monkeypatch):
-    """A preview computed twice is the same: the adapter's dropout rests there; in the steps it acts."""
+def test_previews_change_nothing_and_dropout_is_for_training_alone(home, tmp_path, plain, monkeypatch):
+    """A preview computed twice is the same: the adapter's dropout rests there; in the steps it acts. With sound: test_validation.py."""
     from ltx_train import validation
 
     original, equal_pairs = validation.denoise, []
@@ -355,8 +349,9 @@ def test_dropout_is_for_training_alone(home, tmp_path, plain, monkeypatch):
         return one
 
     monkeypatch.setattr(validation, "denoise", twice)
-    train(previews(home, tmp_path / "run"))
-    assert equal_pairs == [True] * 3
+    done = train(previews(home, tmp_path / "run"))
+    assert equal_pairs == [True] * 3 and equal(done, plain) and not done.warnings
+    assert [(e.step, (done.run.path / e.path).is_file()) for e in done.events(SampleEvent)] == [(0, True), (1, True), (2, True)]
     without = train(settings(home, tmp_path / "without", home.cache("ltx2.3", home.clips), steps=2, lora={"dropout": 0.0}))
     assert without.losses[0] == plain.losses[0] and without.losses[1] != plain.losses[1], "B is zero at first, so dropout shows from the second step on"
 
