@@ -51,6 +51,9 @@ def test_pure_and_seeded():
     assert [BucketSampler(UNITS, batch_size=2, seed=2).batch_ids(s) for s in range(40)] != forward
     first, second = ([one.batch_ids(s)[0] for s in range(k, k + 7)] for k in (0, 7))
     assert first != second, "each epoch has its own order"
+    alone = BucketSampler([Unit("a")] * 7, seed=1)
+    first, second = ([alone.batch_ids(s)[0] for s in range(k, k + 7)] for k in (0, 7))
+    assert first != second and sorted(first) == sorted(second) == list(range(7)), "each pass through one bucket too"
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
