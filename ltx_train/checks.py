@@ -14,7 +14,7 @@ from .data.dataset import DataSection, open_dataset
 from .data.report import Report, usable_or_raise
 from .data.sampler import BucketSampler, Stage, Unit
 from .encode import Target
-from .errors import CheckpointError, ConfigError, DataError, RunError
+from .errors import CheckpointError, ConfigError, DataError, MissingPackage, RunError
 from .geometry import AudioGrid, Grid, VideoGrid
 from .lora.adapters import check_start, target_linears
 from .lora.files import read_lora
@@ -162,6 +162,8 @@ def check_components(config: TrainConfig, checkpoint: Checkpoint) -> None:
         needed += ["audio_vae"] + (["vocoder"] if previews else [])
     for component in needed:
         checkpoint.source(component)
+    if "text_encoder" in needed and config.acceleration.load_text_encoder_in_8bit and "bitsandbytes" not in Facts.here("cpu").packages:
+        raise MissingPackage("bitsandbytes", "acceleration.load_text_encoder_in_8bit", "Or set it to false")
     if "text_encoder" in needed and checkpoint.family.text == "t5" and checkpoint.tokenizer_path is None:
         raise CheckpointError("checkpoint.tokenizer", "The T5 text encoder needs its tokenizer, and none was found.", "Set model.tokenizer_path to the folder with tokenizer.json or spiece.model.")
 
@@ -217,6 +219,7 @@ def check_memory(config: TrainConfig, *, stored: bool) -> None:
 
 def check_adapter(config: TrainConfig, network: LTXTransformer, streams: Sequence[str]) -> list[str]:
     """How many modules are adapted and how large the LoRA will be; targets that match nothing are said."""
+    config.lora.package()
     layers = target_linears(network)
     chosen = select(layers, config.lora.target_modules, config.lora.exclude_modules, streams)
     numbers = sum(config.lora.rank_of(n) * (layers[n].in_features + layers[n].out_features) for n in chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,15 @@ class LoraSection(Section):
             except re.error as error:
                 raise ValueError(f"{pattern} is no regular expression: {error}") from error
         return patterns
+
+    def package(self) -> Any:
+        """peft, for the kinds that it computes; None for ours. Raises MissingPackage when it is not installed."""
+        if self.kind in ("lora", "rslora"):
+            return None
+        try:
+            return importlib.import_module("peft")
+        except ImportError as error:
+            raise MissingPackage("peft", f"The adapter kind {self.kind}", "Or choose kind: lora") from error
 
     @property
     def patterns(self) -> dict[str, list[str]]:
@@ -257,10 +267,7 @@ _SUFFIXES = {
 
 def _attach_peft(transformer: nn.Module, layers: Mapping[str, nn.Linear], section: LoraSection, seed: int) -> tuple[list[AdaptedModule], Callable[[bool], None]]:
     """The kinds that peft computes: it wraps each layer; start values are drawn anew a module, so the seed alone decides."""
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingPackage("peft", f"The adapter kind {section.kind}", "Or choose kind: lora") from error
+    peft = section.package()
     for name, layer in layers.items():
         if layer.weight is None:
             raise LtxTrainError(

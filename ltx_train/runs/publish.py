@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,19 +69,26 @@ class LoggingSection(Section):
 
     def check(self) -> None:
         if self.tensorboard:
-            _need("tensorboard", "logging.tensorboard")
+            _need("tensorboard", "logging.tensorboard", module="torch.utils.tensorboard")
 
 
 def _installed(package: str) -> bool:
+    """Whether a package can be found; a mere folder of its name (wandb/ of earlier runs) is none."""
     try:
-        return importlib.util.find_spec(package) is not None
+        found = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return False
+    return found is not None and found.origin is not None
 
 
-def _need(package: str, purpose: str, otherwise: str = "") -> None:
+def _need(package: str, purpose: str, otherwise: str = "", *, module: str = "") -> None:
+    """Raise MissingPackage where a package is not installed, RunError where it is there and does not load."""
     if not _installed(package):
         raise MissingPackage(package, purpose, otherwise)
+    try:
+        importlib.import_module(module or package)
+    except Exception as error:  # a broken package may raise anything
+        raise RunError("package.broken", f"{purpose} needs the package {package}, which is installed and does not load.", f"{type(error).__name__}: {error}") from error
 
 
 class Tracker(Protocol):
@@ -236,9 +245,9 @@ class WandbTracker:
 class Publishers:
     """All trackers of a run; one that fails is named once and left out, training goes on."""
 
-    def __init__(self, trackers: dict[str, Tracker]) -> None:
+    def __init__(self, trackers: dict[str, Tracker], failures: Iterable[str] = ()) -> None:
         self._trackers = dict(trackers)
-        self.failures: list[str] = []
+        self.failures: list[str] = list(failures)
 
     @classmethod
     def open(cls, run: RunDir, *, logging: LoggingSection, wandb: WandbSection, config: dict[str, Any], start_step: int = 0) -> Publishers:
@@ -246,13 +255,21 @@ class Publishers:
         logging.check()
         wandb.check()
         trackers: dict[str, Tracker] = {}
+        failures: list[str] = []
+
+        def add(name: str, make: Callable[[], Tracker]) -> None:
+            try:
+                trackers[name] = make()
+            except Exception as error:  # no network, no login, a broken package: the model is loaded already
+                failures.append(f"{name} could not be opened and is left out: {type(error).__name__}: {error}")
+
         if logging.csv:
             trackers["metrics.csv"] = CsvTracker(run.path / "metrics.csv", start_step)
         if logging.tensorboard or (logging.tensorboard is None and _installed("tensorboard")):
-            trackers["TensorBoard"] = TensorBoardTracker(run.tensorboard, start_step)
+            add("TensorBoard", lambda: TensorBoardTracker(run.tensorboard, start_step))
         if wandb.enabled:
-            trackers["Weights & Biases"] = WandbTracker(run, wandb, config)
-        return cls(trackers)
+            add("Weights & Biases", lambda: WandbTracker(run, wandb, config))
+        return cls(trackers, failures)
 
     @property
     def names(self) -> tuple[str, ...]:

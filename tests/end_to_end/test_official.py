@@ -1,5 +1,7 @@
 """Configs and data of the official trainer, unchanged: all sixteen shapes of config, its encoded folders of every age."""
 
+import sys
+
 import pytest
 import torch
 import yaml
@@ -11,7 +13,7 @@ from ltx_train.checks import check_config
 from ltx_train.config import TrainConfig
 from ltx_train.data.cache import Cache
 from ltx_train.data.manifest import Manifest
-from ltx_train.errors import ConfigError, DataError, LtxTrainError
+from ltx_train.errors import ConfigError, DataError, LtxTrainError, MissingPackage
 from ltx_train.runs.events import WarningEvent
 from ltx_train.tiny import media
 from tests.end_to_end.corridor import train
@@ -234,6 +236,18 @@ def test_what_would_fail_late_is_refused_by_a_check_and_before_the_model_is_load
         with pytest.raises(LtxTrainError) as caught:
             look(config)
         assert caught.value.code == code and said in caught.value.message and len(caught.value.message) < 120
+
+
+def test_a_check_tells_of_packages_that_are_not_installed(home, tmp_path, monkeypatch):
+    data = {"preprocessed_data_root": str(home.cache("ltx2.3"))}
+    previews = {"samples": [{"prompt": "a red block"}], "video_dims": [64, 64, 9]}
+    eight = home.config(tmp_path / "run", data=data, validation=previews, acceleration={"load_text_encoder_in_8bit": True})
+    monkeypatch.setattr("ltx_train.memory.capability._PACKAGES", ())
+    monkeypatch.setitem(sys.modules, "peft", None)
+    for config, package in ((eight, "bitsandbytes"), (home.config(tmp_path / "run", data=data, lora={"kind": "lokr"}), "peft")):
+        with pytest.raises(MissingPackage) as caught:
+            check_config(config)
+        assert caught.value.package == package
 
 
 def test_starting_from_a_lora_of_another_family_is_told(home, tmp_path):

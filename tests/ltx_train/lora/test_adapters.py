@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import peft
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ltx_train.errors import ConfigError, LtxTrainError
+from ltx_train.errors import ConfigError, LtxTrainError, MissingPackage
 from ltx_train.lora.adapters import LoraSection, attach, check_start, module_seed
 from ltx_train.lora.files import LoraFile, adapter_modules, warm_start
 from ltx_train.lora.metadata import LoraMetadata
@@ -277,6 +278,16 @@ def test_what_an_adapter_cannot_start_from_is_known_from_the_settings(number):
             taken.append(own)
             assert warm_start(made(**own)[0], LoraFile(modules, LoraMetadata())).matched == ("to_q",)
     assert STARTS[number] in taken
+
+
+def test_a_missing_peft_is_told_by_the_settings(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    for kind in KINDS:
+        if kind in ("lora", "rslora"):
+            assert LoraSection(kind=kind).package() is None
+        else:
+            with pytest.raises(MissingPackage, match=f"The adapter kind {kind} needs the package peft"):
+                LoraSection(kind=kind).package()
 
 
 def test_a_start_at_another_rank_says_which_rank_the_file_has():

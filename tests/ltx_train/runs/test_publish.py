@@ -1,6 +1,7 @@
 """Numbers and files that leave the run: CSV over a resume, TensorBoard, W&B and the Hub through fakes."""
 
 import csv
+import importlib
 import json
 import sys
 import types
@@ -20,6 +21,21 @@ from ltx_train.runs.run_dir import RunDir
 @pytest.fixture
 def run(tmp_path):
     return RunDir.create(tmp_path / "mein lauf")
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    """A function that lets no import find a package."""
+
+    def block(package):
+        def refuse(name, path=None, target=None):
+            if name.split(".")[0] == package:
+                raise ImportError(f"{name} is blocked")
+
+        monkeypatch.delitem(sys.modules, package, raising=False)
+        monkeypatch.setattr(sys, "meta_path", [types.SimpleNamespace(find_spec=refuse), *sys.meta_path])
+
+    return block
 
 
 def step(n, **fields):
@@ -80,12 +96,37 @@ def test_numbers_have_the_official_names():
     ("section", "package"),
     [(WandbSection(enabled=True), "wandb"), (LoggingSection(tensorboard=True), "tensorboard"), (HubSection(push_to_hub=True, hub_model_id="a/b"), "huggingface_hub")],
 )
-def test_what_is_not_installed_is_said_at_the_start(monkeypatch, section, package):
-    monkeypatch.setattr(publish, "_installed", lambda name: name != package)
+def test_what_is_not_installed_is_said_at_the_start(blocked, section, package):
+    blocked(package)
     with pytest.raises(MissingPackage) as caught:
         section.check()
     assert caught.value.package == package and f"pip install {package}" in caught.value.hint
     type(section)().check()
+
+
+def test_a_package_that_does_not_load_is_said_at_the_start(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(MissingPackage):
+        WandbSection(enabled=True).check()  # a folder that earlier runs left
+    (tmp_path / "wandb" / "__init__.py").write_text("raise AttributeError('np.float_ was removed')")
+    importlib.invalidate_caches()
+    with pytest.raises(RunError, match="wandb, which is installed and does not load") as caught:
+        WandbSection(enabled=True).check()
+    assert "np.float_" in caught.value.hint
+
+
+def test_a_tracker_that_cannot_be_opened_is_left_out(monkeypatch, run):
+    """No login or no network must not end a run whose model is loaded."""
+    fake = FakeWandb()
+    fake.init = lambda **options: (_ for _ in ()).throw(ConnectionError("no network"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(publish, "_installed", lambda name: True)
+    publishers = opened(run, wandb=WandbSection(enabled=True))
+    publishers.step(step(1))
+    assert publishers.names == ("metrics.csv",) and "Weights & Biases could not be opened" in publishers.take_failures()[0]
+    publishers.close()
 
 
 def test_tensorboard_is_left_out_quietly_when_nobody_asked(monkeypatch, run):
