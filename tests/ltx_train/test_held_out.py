@@ -83,9 +83,14 @@ def test_a_portion_is_a_dataset_of_its_own(home):
 # ---- in a run
 
 
-def test_held_out_clips_are_never_trained_on_and_the_run_is_that_of_the_rest(home, tmp_path):
+@pytest.fixture(scope="module")
+def done(home, tmp_path_factory):
+    """A run that measures before, between and after its steps."""
+    return train(job(home, tmp_path_factory.mktemp("done") / "run"))
+
+
+def test_held_out_clips_are_never_trained_on_and_the_run_is_that_of_the_rest(home, tmp_path, done):
     """Training with a share held out equals training on a dataset that lacks those clips; measuring changes nothing."""
-    done = train(job(home, tmp_path / "run"))
     with LiveRun(RunDir.create(tmp_path / "parts")) as live:
         parts = build_parts(job(home, tmp_path / "parts"), live, Parallel.start(device="cpu"))
         held = {parts.held_out.dataset.item(i).id for i in range(len(parts.held_out.dataset))}
@@ -112,11 +117,10 @@ def test_another_dataset_is_measured_and_the_whole_is_trained_on(home, tmp_path)
     assert "held_out_root" in config.data.free_fields() and "held_out_share" not in config.data.free_fields()
 
 
-def test_a_failing_measure_is_a_warning(home, tmp_path, monkeypatch):
-    plain = train(job(home, tmp_path / "plain"))
+def test_a_failing_measure_is_a_warning(home, tmp_path, monkeypatch, done):
     monkeypatch.setattr(HeldOut, "measure", lambda self, parallel=None: 1 / 0)
-    done = train(job(home, tmp_path / "run"))
-    assert done.losses == plain.losses and done.warnings.count("held_out.failed") == 3
+    failed = train(job(home, tmp_path / "run"))
+    assert failed.losses == done.losses and failed.warnings.count("held_out.failed") == 3
 
 
 # ---- the measure, closed
