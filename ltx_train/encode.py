@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -129,15 +130,22 @@ class Preprocessor:
         for start in range(0, len(missing), TEXT_BATCH):
             self.report.check()
             batch = missing[start : start + TEXT_BATCH]
+            self.codec.progress = partial(self.tell_texts, start, len(batch), len(missing))
             for text, features in zip(batch, self.codec.encode_text(batch)):
                 _check_features(text, features)
                 self.cache.put_text(self.text_key(text), features, text)
             cut |= self.codec.cut
             self.report.progress("encode text", start + len(batch), len(missing), unit="captions")
+        self.codec.progress = None
         if cut:
             named = "\n".join(f"{tokens} tokens: {text[:80]}" for text, (tokens, _) in list(cut.items())[:20])
             limit = next(iter(cut.values()))[1]
             self.report.warn("caption.cut", f"Captions longer than the {limit} tokens that are read, their ends cut off: {len(cut)}.", named)
+
+    def tell_texts(self, start: int, size: int, total: int, done: int, parts: int) -> None:
+        """How far a batch of captions is: a large encoder read from the disk takes minutes for one, and a stop is heard meanwhile."""
+        self.report.check()
+        self.report.progress("encode text", start + size * done // parts, total, unit="captions")
 
     # -- pictures, references and masks --
     def picture_keys(self, piece: ClipPlan) -> dict[str, str]:

@@ -31,10 +31,12 @@ class Codec(Protocol):
 
     kind: ``engine`` or ``comfyui``; with the fingerprint it is part of every cache key.
     cut: of the last ``encode_text``, the captions longer than the encoder reads, with (their tokens, those kept).
+    progress: called within ``encode_text`` with (parts done, parts in all), where the codec knows parts; what it raises ends the call.
     """
 
     kind: str
     cut: Mapping[str, tuple[int, int]]
+    progress: Callable[[int, int], None] | None
 
     def fingerprint(self, component: CodecComponent) -> str:
         """A short text that changes whenever the component would give other numbers."""
@@ -80,6 +82,7 @@ class EngineCodec:
         self.checkpoint, self.device, self.dtype = checkpoint, torch.device(device), dtype
         self.tiling, self.load_text_encoder_in_8bit, self.seed = tiling, load_text_encoder_in_8bit, seed
         self.cut: Mapping[str, tuple[int, int]] = {}
+        self.progress: Callable[[int, int], None] | None = None
         self._loaded: tuple[str, object] | None = None
 
     def fingerprint(self, component: CodecComponent) -> str:
@@ -113,7 +116,7 @@ class EngineCodec:
 
     def encode_text(self, captions: list[str]) -> list[TextFeatures]:
         encoder = self._text()
-        features = encoder.encode(captions)
+        features = encoder.encode(captions, self.progress)
         self.cut = {captions[t.index]: (t.tokens, t.kept) for t in encoder.truncated}
         return features
 

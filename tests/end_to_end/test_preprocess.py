@@ -98,6 +98,25 @@ def test_a_caption_that_is_cut_is_told(home, tmp_path):
     assert report.warnings == [("caption.cut", "Captions longer than the 1024 tokens that are read, their ends cut off: 1.")]
 
 
+def test_a_stop_is_heard_between_the_text_encoders_layers(home, tmp_path):
+    class Impatient(Quiet):
+        asked, told = 0, ()
+
+        def check(self):
+            self.asked += 1
+            if self.asked == 3:
+                raise StopRequested("stop")
+
+        def progress(self, phase, done, total=None, **more):
+            self.told += ((phase, done, total),)
+
+    report, checkpoint = Impatient(), open_tiny(home.model("ltx2.3"))
+    section = DataSection(dataset=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(StopRequested):
+        Preprocessor(section, Target.of(checkpoint), Counting(checkpoint), report).encode_texts(["one", "two"])
+    assert report.told == (("encode text", 1, 2),), "half of the two layers"
+
+
 def test_silence_that_only_decoding_shows_is_told(home, tmp_path, clips):
     model, cache, report = home.model("ltx2.3"), tmp_path / "cache", Quiet()
     media.encode(clips / "clip1.mp4", media.plain(17, width=64, height=64), 24, sound=media.tone(17 / 24, 48000, (0.0, 0.0)))
