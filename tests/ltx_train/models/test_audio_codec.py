@@ -41,16 +41,15 @@ def test_mel_of_a_tone_peaks_at_its_band() -> None:
     assert torch.allclose(silence, torch.full_like(silence, math.log(1e-5)))
 
 
-TONES = [(rate, hertz) for rate in (48000, 44100, 22050, 24000, 8000, 96000, 44101) for hertz in (220.0, 3000.0, 7000.0, 9500.0) if hertz < 0.47 * rate]
-
-
-@pytest.mark.parametrize("rate, hertz", TONES)
-def test_resampled_tones_are_the_same_tones(rate: int, hertz: float) -> None:
+@pytest.mark.parametrize("rate", [48000, 44100, 22050, 24000, 8000, 96000, 44101])
+def test_resampled_tones_are_the_same_tones(rate: int) -> None:
     """Closed form: below both Nyquist frequencies the sampled sine itself, above the lower one nothing."""
-    ours = resample(tone(rate, hertz), rate, 16000)
-    wanted = tone(16000, hertz)[: len(ours)] if hertz < 8000 else torch.zeros(len(ours))
-    assert len(ours) == math.ceil(int(rate * 0.5) * 16000 / rate)
-    assert (ours - wanted)[200:-200].abs().max() < 5e-6
+    tones = [hertz for hertz in (220.0, 3000.0, 7000.0, 9500.0) if hertz < 0.47 * rate]
+    ours = resample(torch.stack([tone(rate, hertz) for hertz in tones]), rate, 16000)
+    length = math.ceil(int(rate * 0.5) * 16000 / rate)
+    assert len(tones) >= 2 and ours.shape == (len(tones), length)
+    wanted = torch.stack([tone(16000, hertz)[:length] if hertz < 8000 else torch.zeros(length) for hertz in tones])
+    assert (ours - wanted)[:, 200:-200].abs().max() < 5e-6
 
 
 def test_resampling_keeps_constants_shapes_and_blocks() -> None:
