@@ -146,7 +146,8 @@ def read_lora(path: Path, base_names: Iterable[str] = ()) -> LoraFile:
 def _flaw(module: LoraModule) -> str | None:
     """Which tensors make no update, with their shapes: a factor that is no matrix, factors that do not go together, a vector of another length."""
     shapes = {part: list(value.shape) for part, value in module.tensors.items()}
-    flat = next((part for part, shape in shapes.items() if len(shape) != 2 and part not in ("diff", "diff_b", "dora_scale")), None)
+    axes = {"diff": (1, 2), "diff_b": (1,), "dora_scale": (0, 1, 2)}  # a norm's difference is a vector; lengths are compared below
+    flat = next((part for part, shape in shapes.items() if len(shape) not in axes.get(part, (2,))), None)
     if flat is not None:
         return f"{flat} {shapes[flat]}"
     if misfit := module.misfit():

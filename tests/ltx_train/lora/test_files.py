@@ -272,6 +272,9 @@ def test_incomplete_and_empty_files(tmp_path):
     safetensors.torch.save_file(twice, tmp_path / "c.safetensors")
     with pytest.raises(LtxTrainError, match="twice"):
         read_lora(tmp_path / "c.safetensors")
+    safetensors.torch.save_file({"p.diff": torch.tensor(1.0), "p.diff_b": torch.ones(1)}, tmp_path / "d.safetensors")
+    with pytest.raises(LtxTrainError, match=r"diff \[\] make no update"):
+        read_lora(tmp_path / "d.safetensors")
 
 
 @pytest.mark.parametrize("code, changes", [
