@@ -15,7 +15,7 @@ from torch import Tensor
 from .data.buckets import ClipPlan, encode_batches
 from .data.cache import Cache, forecast
 from .data.dataset import DataSection
-from .data.findings import Finding, MediaError
+from .data.findings import CODES, Finding, MediaError
 from .data.manifest import Manifest, ManifestEntry, manifest_entry
 from .data.report import Report
 from .errors import DataError, size_text
@@ -278,7 +278,14 @@ class Preprocessor:
         return {key: sound for key, sound in found.items() if sound is not None}
 
     def put_sound(self, key: str, piece: ClipPlan, sound) -> None:
-        latents = fit_steps(self.codec.encode_audio(sound.waveform[None], sound.sample_rate), self.steps(piece))
+        try:
+            made = self.codec.encode_audio(sound.waveform[None], sound.sample_rate)
+        except DataError as error:
+            if error.code not in CODES:
+                raise
+            self.refused[piece.id] = Finding(error.code, error.message)  # such as nine frames of a slow-motion camera: too short to hear
+            return
+        latents = fit_steps(made, self.steps(piece))
         grid = self.target.audio_grid.of_seconds(piece.seconds)
         if self.finite_values(latents, piece):
             self.cache.put_latents(key, Latents(latents, grid))

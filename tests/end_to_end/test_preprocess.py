@@ -124,6 +124,20 @@ def test_silence_that_only_decoding_shows_is_told(home, tmp_path, clips):
     assert report.warnings == [("audio.silent", "1 of the clips encoded now: The sound is all silence: it teaches silence.")]
 
 
+def test_a_sound_that_cannot_be_encoded_costs_its_clip_only(home, tmp_path, clips):
+    class Deaf(Counting):
+        def encode_audio(self, waveform, rate):
+            if self.counts["audio"] == 1:
+                self.counts["audio"] += 1
+                raise DataError("audio.too_short", "A sound of 300 samples at 16000 Hz is too short to encode.")
+            return super().encode_audio(waveform, rate)
+
+    model, cache = home.model("ltx2.3"), tmp_path / "cache"
+    encode(model, clips, cache, codec=Deaf(open_tiny(model)))
+    manifest = Manifest.read(cache)
+    assert len(manifest.entries) == 2 and [s["findings"][0]["code"] for s in manifest.skipped] == ["audio.too_short"]
+
+
 class Spoiling(Counting):
     """Gives no numbers for the first pictures, the first sound, and one caption."""
 
