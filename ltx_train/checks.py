@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from .config import TrainConfig
+from .config import TrainConfig, digest
 from .data.dataset import DataSection, open_dataset
 from .data.report import Report, usable_or_raise
 from .data.sampler import BucketSampler, Stage, Unit
@@ -28,6 +29,7 @@ from .network import check_combination
 from .preprocess import report_on
 from .run_setup import find_run
 from .trained_weights import newest_weights, other_family
+from .training.earlier import beside
 from .training.parallel import single_device
 from .training.sharded import check_sharded
 from .training_data import check_family, check_prior, check_roles, check_sizes
@@ -42,11 +44,13 @@ def check_config(config: TrainConfig) -> list[str]:
     checkpoint = config.model.open()
     lines = [f"model: {checkpoint.family.title}, {', '.join(p.name for p in checkpoint.files)}"]
     lines += check_packages(config)
-    lines += check_data(config, checkpoint)
+    found = check_data(config, checkpoint)
     check_components(config, checkpoint)
-    lines += check_network(config, checkpoint)
+    lines += [*found.lines, *check_network(config, checkpoint, sound=found.sound)]
     lines += check_previews(config, checkpoint)
-    return [*lines, *config.optimization.findings(), check_run(config)]
+    lines += [*config.optimization.findings(), check_run(config)]
+    check_take_up(config, checkpoint)
+    return lines
 
 
 def check_packages(config: TrainConfig) -> list[str]:
@@ -73,7 +77,15 @@ def check_streams(config: TrainConfig, checkpoint: Checkpoint) -> bool:
     return may_go
 
 
-def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
+@dataclass(frozen=True)
+class FoundData:
+    """What is to be said of the data, and whether any clip has sound."""
+
+    lines: list[str]
+    sound: bool
+
+
+def check_data(config: TrainConfig, checkpoint: Checkpoint) -> FoundData:
     """The dataset's report, or the cache that is given; the mode is checked against every size there is."""
     strategy, section = config.training_strategy, config.data
     streams = strategy.streams()
@@ -92,7 +104,7 @@ def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
         check_sizes(strategy, dataset)
         check_stages(section, dataset.units())
         check_held_out(config, checkpoint, audio)
-        return [f"data: {len(dataset)} encoded clips, {dataset.audio_coverage():.0%} with sound"]
+        return FoundData([f"data: {len(dataset)} encoded clips, {dataset.audio_coverage():.0%} with sound"], dataset.audio_coverage() > 0)
     wants_sound = streams.audio != "absent" and checkpoint.family.audio
     report = report_on(section, Target.of(checkpoint), strategy.required_roles(), with_audio=wants_sound)
     usable_or_raise(report)
@@ -105,7 +117,7 @@ def check_data(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
     if not sound_may_go:
         strategy.check_sound(len(report.plans), len(report.plans) - sounding)
     silent = [] if wants_sound or strategy.streams().audio == "absent" else [f"{checkpoint.family.title} has no sound: only video is trained"]
-    return _said(config, report, sounding) + silent
+    return FoundData(_said(config, report, sounding) + silent, sounding > 0)
 
 
 def check_stages(section: DataSection, units: Sequence[Unit]) -> None:
@@ -168,10 +180,10 @@ def check_components(config: TrainConfig, checkpoint: Checkpoint) -> None:
         raise CheckpointError("checkpoint.tokenizer", "The T5 text encoder needs its tokenizer, and none was found.", "Set model.tokenizer_path to the folder with tokenizer.json or spiece.model.")
 
 
-def check_network(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
-    """Every tensor the network needs is in the file, the adapter finds its modules, and a warm start fits."""
-    check_streams(config, checkpoint)
-    streams = [s for s in config.training_strategy.streams().present if s == "video" or checkpoint.family.audio]
+def check_network(config: TrainConfig, checkpoint: Checkpoint, *, sound: bool = True) -> list[str]:
+    """Every tensor the network needs is in the file, the adapter finds its modules, and a warm start fits. sound: some clip has any, or it is not known yet."""
+    may_go = check_streams(config, checkpoint)
+    streams = [s for s in config.training_strategy.streams().present if s == "video" or (checkpoint.family.audio and (sound or not may_go))]
     network = load_transformer(checkpoint, dtype=torch.bfloat16, device="meta", video="video" in streams, audio="audio" in streams)
     source = transformer_source(checkpoint, network)
     check_weights(network, source)
@@ -238,6 +250,19 @@ def check_previews(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
         return ["previews: none"]
     plan_samples(section, checkpoint)
     return [f"previews: {len(section.samples)} every {section.interval} steps"]
+
+
+def check_take_up(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError where a new run would go on from another one's state that has all its steps already."""
+    source = config.model.load_checkpoint
+    if not source or config.checkpoints.no_resume or find_run(config).verdict is not None:
+        return
+    weights = newest_weights(Path(source).expanduser())
+    earlier = beside(weights)
+    whole = config.identity()
+    identity = {"base": checkpoint.fingerprint_of("transformer"), **{name: digest(whole[name]) for name in ("lora", "training_strategy")}}
+    if earlier is not None and not earlier.differs(identity, config.official_identity()):
+        earlier.leaves(config.optimization.steps, weights.name)
 
 
 def check_run(config: TrainConfig) -> str:

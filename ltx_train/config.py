@@ -178,6 +178,12 @@ class TrainConfig(Job):
             "seed": self.seed,
         }
 
+    def official_identity(self) -> dict[str, Any]:
+        """What the official trainer's state tells of its settings, as this job has them."""
+        optimization = self.optimization
+        told = {"optimizer_type": optimization.optimizer_type, "scheduler_type": optimization.scheduler_type, "training_mode": self.model.training_mode}
+        return {**told, "lora_rank": self.lora.rank if self.lora else None}
+
     def extendable(self) -> dict[str, Any]:
         """Fields that may grow: the number of steps (the schedule is then laid over the new total)."""
         return {"steps": self.optimization.steps}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .config import TrainConfig
-from .errors import ConfigError, LtxTrainError, RunError
+from .errors import LtxTrainError, RunError
 from .parts import Parts
 from .runs.events import LoraEvent, SnapshotEvent
 from .runs.live import LiveRun
@@ -190,17 +190,11 @@ class Saves:
         earlier = beside(weights)
         if earlier is None:
             return 0
-        optimization, lora = self.config.optimization, self.config.lora
-        settings = {"optimizer_type": optimization.optimizer_type, "scheduler_type": optimization.scheduler_type, "training_mode": self.config.model.training_mode}
-        changed = earlier.differs(self.parts.identity, {**settings, "lora_rank": lora.rank if lora else None})
+        changed = earlier.differs(self.parts.identity, self.config.official_identity())
         if changed:
             self.live.warn("resume.weights_only", f"Of {weights.name} the weights alone are taken: {', '.join(changed)} changed.", "The run starts at step 0.")
             return 0
-        if earlier.step >= total:
-            raise ConfigError(
-                "optimization.steps", f"optimization.steps is {total}, and {weights.name} is at step {earlier.step} already."[:118],
-                "Raise optimization.steps above it, or set checkpoints.no_resume: true to start again from its weights.",
-            )  # fmt: skip
+        earlier.leaves(total, weights.name)
         if earlier.snapshot is not None:
             self.adopt(earlier.snapshot, mean)
         self.live.warn("resume.taken_up", f"Going on at step {earlier.step} of {weights.name}.", "checkpoints.no_resume: true would take its weights alone.")

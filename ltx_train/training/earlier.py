@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
 from .snapshots import OfficialState, Snapshot, damage, load_snapshot, read_official_state
 
 
@@ -29,6 +30,14 @@ class Earlier:
             return [name for name in ("base", "lora", "training_strategy") if theirs.get(name) != identity.get(name)]
         known = self.official.fingerprint
         return [name for name, value in settings.items() if name in known and known[name] != value]
+
+    def leaves(self, steps: int, weights: str) -> None:
+        """Raise ConfigError when a training of so many steps in all has none left to do from here."""
+        if self.step >= steps:
+            raise ConfigError(
+                "optimization.steps", f"optimization.steps is {steps}, and {weights} is at step {self.step} already.",
+                "Raise optimization.steps above it, or set checkpoints.no_resume: true to start again from its weights.",
+            )  # fmt: skip
 
 
 def beside(weights: Path) -> Earlier | None:

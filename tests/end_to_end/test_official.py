@@ -238,6 +238,14 @@ def test_what_would_fail_late_is_refused_by_a_check_and_before_the_model_is_load
         assert caught.value.code == code and said in caught.value.message and len(caught.value.message) < 120
 
 
+def test_a_check_knows_that_silent_clips_leave_the_sound_out(home, tmp_path):
+    """What sits between the streams is then not adapted: alone it would be nothing."""
+    silent = home.config(tmp_path / "run", data={"preprocessed_data_root": str(home.cache("ltx2.3", home.silent))}, lora={"target_modules": ["cross_modal"]})
+    with pytest.raises(ConfigError) as caught:
+        check_config(silent)
+    assert caught.value.code == "lora.no_match"
+
+
 def test_a_check_tells_of_packages_that_are_not_installed(home, tmp_path, monkeypatch):
     data = {"preprocessed_data_root": str(home.cache("ltx2.3"))}
     previews = {"samples": [{"prompt": "a red block"}], "video_dims": [64, 64, 9]}

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from ltx_train.checks import check_config
 from ltx_train.errors import ConfigError, RunError, StopRequested
 from ltx_train.runs.events import LoraEvent, SnapshotEvent
 from ltx_train.training import snapshots
@@ -174,9 +175,10 @@ def test_load_checkpoint_goes_on_where_the_other_run_stood(home, tmp_path, strai
     assert list(afresh.steps) == list(range(1, STEPS + 1)) and afresh.losses != straight("adamw").losses
     other = train(settings(home, tmp_path / "other", "adamw", model=source, lora={"rank": 4}))
     assert "resume.weights_only" in other.warnings and list(other.steps)[0] == 1
-    with pytest.raises(ConfigError) as caught:
-        train(settings(home, tmp_path / "short", "adamw", steps=4, model=source))
-    assert caught.value.code == "optimization.steps"
+    for look in (check_config, train):
+        with pytest.raises(ConfigError) as caught:
+            look(settings(home, tmp_path / "short", "adamw", steps=4, model=source))
+        assert caught.value.code == "optimization.steps"
 
 
 def test_an_official_run_is_gone_on_with(home, tmp_path):
