@@ -10,22 +10,26 @@ from ..errors import DataError
 from .findings import Finding
 from .texts import parse_json, read_text
 
-VIDEO_EXTENSIONS = frozenset(".mp4 .m4v .mov .mkv .webm .avi .ts .mts .m2ts .mpg .mpeg .wmv .flv .3gp .ogv .mxf .gif .vob .y4m".split())
-IMAGE_EXTENSIONS = frozenset(".png .jpg .jpeg .webp .bmp .tif .tiff .avif .jfif .apng .jp2 .tga .ppm".split())
-AUDIO_EXTENSIONS = frozenset(".wav .mp3 .flac .ogg .opus .m4a .aac .wma .aif .aiff .oga".split())
+VIDEO_EXTENSIONS = frozenset(".mp4 .m4v .mov .mkv .webm .avi .ts .mts .m2ts .mpg .mpeg .wmv .flv .3gp .3g2 .ogv .mxf .gif .vob .y4m .asf .f4v .qt .dv .divx .m2v .mpe".split())
+IMAGE_EXTENSIONS = frozenset(".png .jpg .jpeg .webp .bmp .tif .tiff .avif .jfif .apng .jp2 .tga .ppm .jpe .heic .heif .hif".split())
+AUDIO_EXTENSIONS = frozenset(".wav .mp3 .flac .ogg .opus .m4a .aac .wma .aif .aiff .oga .amr .mka .m4b .caf".split())
 MEDIA_EXTENSIONS = VIDEO_EXTENSIONS | IMAGE_EXTENSIONS | AUDIO_EXTENSIONS
 CAPTION_NAMES = ("caption", "text", "prompt", "description")
 STEM_SUFFIXES = {"_reference": "reference_video", "_mask": "video_mask"}
 
 
 class Listing:
-    """The media and caption files below a folder; hidden folders (caches among them) are left out."""
+    """The media and caption files below a folder; hidden folders (caches among them) are left out.
+
+    A file of any other name counts as a clip where a caption lies beside it: what it holds is looked at later, and told.
+    """
 
     def __init__(self, root: Path, recursive: bool, skip: tuple[Path, ...] = ()) -> None:
         self.media: list[Path] = []
         self.texts: dict[str, Path] = {}
         skipped = {s.resolve() for s in skip}
         visited: set[Path] = set()
+        others: list[Path] = []
         for folder, folders, files in os.walk(root, followlinks=True):
             here = Path(folder)
             if here.resolve() in visited:  # a link back up
@@ -41,6 +45,13 @@ class Listing:
                     self.media.append(here / name)
                 elif extension in (".txt", ".caption", ".json"):
                     self.texts[str(here / name)[: -len(extension)] + extension] = here / name  # also clip.TXT of a camera or Windows
+                elif extension:
+                    others.append(here / name)
+        stems = {os.path.splitext(path)[0] for path in self.media}
+        self.media += [path for path in others if os.path.splitext(path)[0] not in stems and self._has_text(path)]
+
+    def _has_text(self, path: Path) -> bool:
+        return any(base + extension in self.texts for base in (str(path), str(path.with_suffix(""))) for extension in (".txt", ".caption"))
 
     def caption(self, path: Path) -> tuple[str | None, list[Finding]]:
         """The text beside a clip: ``clip.mp4.txt`` before ``clip.txt``; .txt, .caption, .json in this order."""

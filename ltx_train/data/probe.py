@@ -14,7 +14,6 @@ from .orientation import Orientation, exif_orientation, frame_orientation, mp4_o
 from .sources import MemoryClip
 from .timeline import STILL_RATE, Timeline, exact_rate, timeline_of
 
-HEIF_EXTENSIONS = frozenset((".heic", ".heif", ".hif"))
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis")
 HDR_TRANSFERS = {16: "pq", 18: "hlg"}
 WIDE_PRIMARIES = {9: "bt2020", 11: "p3", 12: "p3"}  # AVColorPrimaries
@@ -129,7 +128,7 @@ def _heif_readable() -> bool:
 
 def _with_extension(found: Probe) -> Probe:
     extension = found.path.suffix.lower()
-    expected = {"image": IMAGE_EXTENSIONS | HEIF_EXTENSIONS | {".gif"}, "audio": AUDIO_EXTENSIONS | VIDEO_EXTENSIONS, "video": VIDEO_EXTENSIONS | {".webp", ".png", ".apng", ".avif"}}[found.kind]
+    expected = {"image": IMAGE_EXTENSIONS | {".gif"}, "audio": AUDIO_EXTENSIONS | VIDEO_EXTENSIONS, "video": VIDEO_EXTENSIONS | {".webp", ".png", ".apng", ".avif"}}[found.kind]
     if extension in expected and not (found.kind == "video" and not found.animated and extension in IMAGE_EXTENSIONS):
         return found
     message = f"{found.path.name} holds {found.codec} {found.kind}, not what {extension or 'no extension'} says"

@@ -30,6 +30,13 @@ def test_folder_is_recursive_and_stems_do_not_collide(tmp_path):
     assert all(s.caption == "words" and not s.findings for s in found.values())
 
 
+def test_a_clip_of_an_unknown_name_is_one_where_it_has_a_caption(tmp_path):
+    """What it holds is looked at when it is read; notes and what other tools left beside clips are no clips."""
+    for name in ("phone.HEIC", "old.r3d", "old.txt", "whole.name", "whole.name.txt", "a.mp4", "a.npz", "a.txt", "b.npz", "notes.md"):
+        touch(tmp_path / name, "words")
+    assert sorted(s.id for s in FolderSource(path=str(tmp_path)).samples()) == ["a.mp4", "old.r3d", "phone.HEIC", "whole.name"]
+
+
 def test_caption_beside_the_full_name_wins(tmp_path):
     touch(tmp_path / "a.mp4"), touch(tmp_path / "a.png")
     touch(tmp_path / "a.mp4.txt", "of the film"), touch(tmp_path / "a.caption", "of both")
