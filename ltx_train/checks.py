@@ -48,9 +48,15 @@ def check_config(config: TrainConfig) -> list[str]:
     check_components(config, checkpoint)
     lines += [*found.lines, *check_network(config, checkpoint, sound=found.sound)]
     lines += check_previews(config, checkpoint)
-    lines += [*config.optimization.findings(), check_run(config)]
+    lines += [*cautions(config, checkpoint), check_run(config)]
     check_take_up(config, checkpoint)
     return lines
+
+
+def cautions(config: TrainConfig, checkpoint: Checkpoint) -> list[str]:
+    """Settings that work but are seldom meant; a run warns of them when it starts."""
+    distilled = ["The model is a distilled one: a LoRA of it fits its own few steps only. Train on the base (dev) model where you can."] if checkpoint.distilled else []
+    return [*config.optimization.findings(), *(config.lora.findings() if config.lora is not None else []), *distilled]
 
 
 def check_packages(config: TrainConfig) -> list[str]:

@@ -50,6 +50,7 @@ _NEEDS: tuple[tuple[str, str, bool, str, str], ...] = (
     ("wandb", "Weights & Biases", False, "", ""),
     ("huggingface_hub", "pushing to the Hugging Face Hub", False, "", ""),
     ("scenedetect", "cutting long videos into scenes", False, "", ""),
+    ("pillow-heif", "HEIC photos", False, "", ""),
 )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import check_network
+from .checks import cautions, check_network
 from .conditioning.modes import TrainingStrategySection
 from .config import TrainConfig, digest
 from .contexts import ContextStore
@@ -108,11 +108,14 @@ def build_parts(config: TrainConfig, live: LiveRun, parallel: Parallel) -> Parts
         section.check()
     config.optimization.require_packages()
     checkpoint = config.model.open()
+    for line in cautions(config, checkpoint) if live.is_main else []:
+        live.warn("config.caution", line)
     validation = config.validation if config.validation.active else None
     if validation is not None:
         plan_samples(validation, checkpoint)  # before the dataset is encoded, which takes hours
     check_network(config, checkpoint)
     data = open_data(config, checkpoint, live, parallel, validation.texts() if validation is not None else [])
+    check_loss(config, data.strategy.streams().generated)
     encoded = encode_texts_and_previews(config, checkpoint, data, validation, live, parallel)
     feed = build_feed(config, data.strategy, data.dataset, encoded.contexts, live, parallel, encoded.empty)
     config = settle_memory(config, checkpoint, data.dataset, feed.batches.get(0, 0), parallel.device, live)

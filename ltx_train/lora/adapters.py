@@ -79,6 +79,11 @@ class LoraSection(Section):
         rank = self.rank_of(name)
         return self.alpha_of(name) / (rank**0.5 if self.kind == "rslora" else rank)
 
+    def findings(self) -> list[str]:
+        """Settings that work but are seldom meant, in words for the log."""
+        scale = self.scale_of("")
+        return [f"lora.alpha {self.alpha:g} at rank {self.rank} scales what is learned by {scale:.2g}: it learns slowly. alpha = rank is usual."] if scale < 0.1 else []
+
 
 def module_seed(seed: int, name: str) -> int:
     """The seed of one module's start values: the run's seed and the module's name, whatever the order or number of ranks."""
