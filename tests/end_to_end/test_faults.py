@@ -212,14 +212,14 @@ def test_a_run_that_ends_in_bad_steps_says_so(home, tmp_path, cache):
     assert caught.value.code == "step.diverged" and not list((tmp_path / "none" / "checkpoints").glob("*"))
 
 
-def test_a_sample_that_cannot_be_made_now(home, tmp_path, cache):
-    """Asked of a run without previews, it is told; the run goes on."""
+def test_what_is_seldom_meant_and_what_cannot_be_made_now(home, tmp_path, cache):
+    """A scale of next to nothing is told at the start, a sample asked of a run without previews when it is; the run goes on."""
 
     def ask(self):
         (self.live.dir.path / "control" / "sample").write_text("{}")
 
-    done = train(settings(home, tmp_path / "run", cache, steps=3), lambda live: reached_into(live, 1, ask))
-    assert done.warnings == ["sample.none"] and len(done.losses) == 3
+    done = train(settings(home, tmp_path / "run", cache, steps=3, lora={"rank": 4, "alpha": 0.25}), lambda live: reached_into(live, 1, ask))
+    assert done.warnings == ["config.caution", "sample.none"] and len(done.losses) == 3
 
 
 # -- data --
