@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import cautions, check_network
+from .checks import cautions, check_loss, check_network
 from .conditioning.modes import TrainingStrategySection
 from .config import TrainConfig, digest
 from .contexts import ContextStore
@@ -183,7 +183,16 @@ def encode_texts_and_previews(
     texts, known, empty = validation.texts() if validation is not None else [], texts_of(dataset), dataset.empty_text()
     if config.data.caption_dropouts and empty is None and checkpoint.has("text_encoder"):
         texts, empty = [*texts, ""], text_key("")  # a cache of another tool: the empty caption is encoded now
-    features = encode_texts([t for t in texts if t not in known], codec)
+    unknown = [t for t in texts if t not in known]
+
+    def tell(done: int, parts: int) -> None:
+        live.progress("encode prompts", len(unknown) * done // parts, len(unknown), unit="prompts")
+        if parallel.world == 1:
+            live.stop.check()
+
+    codec.progress = tell
+    features = encode_texts(unknown, codec)
+    codec.progress = None
     previews: list[PreparedSample | None] = []
     if validation is not None:
         previews = prepare_samples(validation, checkpoint, codec, lambda text: known.get(text, text_key(text)), condition_warning(live))
