@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,14 @@ def test_nan_in_a_gradient(home, tmp_path, cache):
         assert all(torch.equal(two[n], t) for n, t in three.items())
         assert not all(torch.equal(three[n], t) for n, t in four.items())
     assert done.steps[3].loss is not None and done.steps[3].grad_norm is None
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_what_makes_a_step_bad(fp16):
+    """fp16's scaler expects overflowing gradients and skips them itself; a loss that is no number is bad with it too."""
+    loop = SimpleNamespace(parts=SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: fp16)))
+    bad = lambda loss, norm: trainer.Trainer.is_bad(loop, SimpleNamespace(loss=loss), norm)  # noqa: E731
+    assert (bad(1.0, 1.0), bad(math.nan, 1.0), bad(1.0, math.inf)) == (False, True, not fp16)
 
 
 def test_nan_in_a_base_weight_ends_the_run(home, tmp_path, cache):

@@ -74,7 +74,11 @@ def test_captions_dropped_in_one_stream_reach_the_network(home, tmp_path, monkey
 def test_the_end_is_told_in_numbers(home, tmp_path, monkeypatch):
     told = {}
     monkeypatch.setattr("ltx_train.runs.publish.CsvTracker.statistics", lambda self, numbers: told.update(numbers))
-    done = train(home.config(tmp_path / "run", logging={"csv": True, "tensorboard": False}, optimization={"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 2}))
+    rates, step_of = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: rates.append(self.param_groups[0]["lr"]) or step_of(self, *args))
+    config = home.config(tmp_path / "run", logging={"csv": True, "tensorboard": False}, optimization={"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 2})
+    done = train(config)
+    assert rates == [config.optimization.lr_at(n) for n in range(3)] == [e.learning_rate for e in done.steps.values()] and len(set(rates)) > 1
     (event,) = done.events(StatisticsEvent)
     seconds = sum(step.seconds for step in done.steps.values())
     assert (event.step, event.steps, event.samples, event.global_batch, event.processes) == (3, 3, 6, 2, 1)
