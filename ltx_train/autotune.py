@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from .config import TrainConfig
+from .environment import shell_line
 from .errors import LtxTrainError, OutOfMemory, RunError
 from .run_setup import OpenedRun, launch_job
 from .runs.events import StepEvent, WarningEvent
@@ -152,7 +153,7 @@ def new_place(place: Path) -> RunDir:
     """A new directory for a trial, in the place of an earlier one. Raises RunError where somebody's files are, or a process is at work."""
     run = RunDir(place)
     if run.live():
-        raise RunError("run.locked", f"The trial {run.name} is at work: another autotune runs there.", f"Wait for it, stop it (`python -m ltx_train stop {run.path}`), or give another --folder.")
+        raise RunError("run.locked", f"The trial {run.name} is at work: another autotune runs there.", f"Wait for it, stop it (`python -m ltx_train {shell_line(['stop', str(run.path)])}`), or give another --folder.")
     if run.path.is_dir() and any(run.path.iterdir()):
         if not run.job_path("train").is_file():
             raise RunError("autotune.folder", f"The folder {run.path} holds other files than a trial.", "Give another --folder.")

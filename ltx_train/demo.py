@@ -17,6 +17,7 @@ from .cli.show import RunView
 from .config import TrainConfig
 from .data.writers import write_video
 from .demo_chart import draw_curve
+from .errors import ConfigError
 from .models.families import FAMILIES, Family
 from .run_setup import launch_job, open_training
 from .runs.events import SampleEvent
@@ -88,6 +89,10 @@ def demo(out: Path, steps: int | None = None, family: str | None = None, media: 
 
 def make_plan(out: Path, steps: int | None, family: str | None, media: Path | None) -> Plan:
     """The model and the dataset, drawn or written below ``out`` where they are not given."""
+    if steps is not None and steps < 1:
+        raise ConfigError("demo.steps", f"--steps {steps}: a demo trains at least one.", f"Leave it out for {STEPS}.")
+    given = None if media is None else Path(media).expanduser().absolute()
+    prompts = _prompts(given)  # the user's folder is read before anything is written
     fitted = family is None
     row = FAMILIES["ltx2.3" if family is None else family]
     if fitted:
@@ -95,8 +100,8 @@ def make_plan(out: Path, steps: int | None, family: str | None, media: Path | No
         model = {"model_path": files.model, "text_encoder_path": files.text_encoder}
     else:
         model = _random_model(out / "model", row.name)
-    dataset = draw_dataset(out / "dataset") if media is None else Path(media).expanduser().absolute()
-    return Plan(row, model, dataset, _prompts(dataset, media is None), steps or (STEPS if fitted else NOISE_STEPS), fitted, media is None)
+    dataset = given or draw_dataset(out / "dataset")
+    return Plan(row, model, dataset, prompts, steps or (STEPS if fitted else NOISE_STEPS), fitted, given is None)
 
 
 def draw_dataset(folder: Path, clips: int = CLIPS) -> Path:
@@ -125,9 +130,9 @@ def _random_model(folder: Path, family: str) -> dict[str, Path]:
     return {field: paths[key] for key, field in names.items() if key in paths}
 
 
-def _prompts(dataset: Path, drawn: bool) -> list[str]:
+def _prompts(dataset: Path | None) -> list[str]:
     """What is sampled: the new words in each direction, or the first captions of the user's folder."""
-    if drawn:
+    if dataset is None:
         return [caption(*words) for words in product(*NEW)]
     from .data.sources import open_source
 

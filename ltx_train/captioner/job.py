@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -20,8 +21,13 @@ from ..data.tables import FORMATS, Table
 from ..data.texts import clean_prefix
 from ..errors import ConfigError, DataError
 from ..section import Section
-from .endpoint import EndpointCaptioner
+from .endpoint import Endpoint, EndpointCaptioner
 from .local import LocalCaptioner
+
+LOOK = 0.2
+"""Seconds between two looks for a stop while answers are waited for."""
+PATIENCE = 2.0
+"""Seconds that endpoints get to answer once a stop has come."""
 
 
 class Captioner(Protocol):
@@ -146,34 +152,50 @@ def _same_file(job: CaptionJob) -> bool:
 
 
 def _answers(job: CaptionJob, captioner: Captioner, todo: list[Sample], check: Callable[[], None]) -> Iterator[tuple[Sample, str | DataError]]:
-    """Captions as they come, ``workers`` at a time; few are asked for ahead, so that a stop is quick."""
+    """Captions as they come, ``workers`` at a time; few are asked for ahead, so that a stop is quick.
+
+    An endpoint that is still waited for when a stop or an interrupt comes is left: it may take minutes. A model of our own is not.
+    """
     ended = threading.Event()
+    asked: queue.SimpleQueue[Sample | None] = queue.SimpleQueue()
+    told: queue.SimpleQueue[tuple[Sample, str | DataError] | BaseException] = queue.SimpleQueue()
 
-    def one(sample: Sample) -> tuple[Sample, str | DataError] | None:
-        if ended.is_set():
-            return None
-        try:
-            return sample, captioner.caption(sample.media, sample.roles.get("audio"))
-        except DataError as error:
-            return sample, error
+    def work() -> None:
+        while (sample := asked.get()) is not None and not ended.is_set():
+            try:
+                told.put((sample, captioner.caption(sample.media, sample.roles.get("audio"))))
+            except DataError as error:
+                told.put((sample, error))
+            except BaseException as error:  # noqa: B902 - raised where the answers are taken
+                told.put(error)
 
-    waiting: set[Future] = set()
-    rest = iter(todo)
-    with ThreadPoolExecutor(job.workers, thread_name_prefix="caption") as pool:
-        try:
-            while True:
-                check()
-                while len(waiting) < job.workers and (sample := next(rest, None)) is not None:
-                    waiting.add(pool.submit(one, sample))
-                if not waiting:
-                    return
-                ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    found = future.result()
-                    if found is not None:
-                        yield found
-        finally:
-            ended.set()
+    threads = [threading.Thread(target=work, name="caption", daemon=True) for _ in range(min(job.workers, len(todo)))]
+    for thread in threads:
+        thread.start()
+    rest, waiting = iter(todo), 0
+    try:
+        while True:
+            check()
+            while waiting < len(threads) and (sample := next(rest, None)) is not None:
+                asked.put(sample)
+                waiting += 1
+            if not waiting:
+                return
+            try:
+                found = told.get(timeout=LOOK)
+            except queue.Empty:
+                continue
+            waiting -= 1
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        ended.set()
+        for _ in threads:
+            asked.put(None)
+        end = time.monotonic() + PATIENCE
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()) if isinstance(captioner, Endpoint) else None)
 
 
 class _Result:

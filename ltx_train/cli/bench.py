@@ -114,6 +114,8 @@ def run_plan(options: argparse.Namespace) -> int:
     from ..errors import ConfigError
     from ..planner import clip_tokens, make_plan, named_machine, open_choices, plans, this_machine, work_of
 
+    if not 0 <= options.ram < float("inf"):
+        raise ConfigError("plan.ram", f"--ram {options.ram:g} is no size of a memory.", "Give the GB of RAM that are free, such as 64.")
     config = TrainConfig.load(options.config)
     if not plans(config):
         raise ConfigError("plan.kind", "Only trainings of a lora or rslora adapter are planned.", "Full fine-tuning and other adapter kinds keep their base on the card.")

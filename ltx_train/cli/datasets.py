@@ -147,6 +147,7 @@ def run_preprocess(options: argparse.Namespace) -> int:
             "with_audio": options.with_audio and not options.skip_audio, "output_dir": str(section.cache_root() / "job"),
         }
     )  # fmt: skip
+    job.model.open()  # a wrong file is told before a child is started and a cache begun
     code = finish(open_other(job))
     if code == 0:
         manifest = Manifest.read(section.cache_root() / section.index)

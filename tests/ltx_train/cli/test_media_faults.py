@@ -1,18 +1,20 @@
-"""caption, split and reference on a bad day: options that contradict, films of one name, places that cannot be written, foreign folders."""
+"""caption, split, reference and demo on a bad day: options that contradict, films of one name, places that cannot be written, foreign folders."""
 
 import json
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from ltx_train.__main__ import main
+from ltx_train.captioner import job
 from ltx_train.captioner.endpoint import Endpoint, EndpointCaptioner, EndpointError, check_address
 from ltx_train.captioner.local import LocalCaptioner
 from ltx_train.controls import depth
-from ltx_train.errors import ConfigError
+from ltx_train.errors import ConfigError, StopRequested
 from ltx_train.tiny import media
 
 
@@ -130,3 +132,33 @@ def test_a_damaged_record_of_what_was_made_says_nothing(tmp_path, text):
     record.set(tmp_path / "a.mp4", "x")
     assert json.loads((tmp_path / "record.json").read_text()) == {"a.mp4": "x"}
     assert not _Result(tmp_path / "captions.json").ours(tmp_path / "a.mp4", "a caption")
+
+
+def test_a_stop_does_not_wait_for_an_endpoint_that_says_nothing(film, tmp_path, monkeypatch):
+    asked, answer = threading.Event(), threading.Event()
+
+    class Silent(Endpoint):
+        def caption(self, path, sound=None):
+            asked.set()
+            answer.wait(60)
+            return "too late"
+
+    def check():
+        if asked.is_set():
+            raise StopRequested
+
+    monkeypatch.setattr(job, "PATIENCE", 0.05)
+    started = time.monotonic()
+    with pytest.raises(StopRequested):
+        job.caption_dataset(job.CaptionJob(input=str(film), output=str(tmp_path / "c.json")), captioner=Silent(EndpointCaptioner()), check=check)
+    answer.set()
+    assert time.monotonic() - started < 20 and not (tmp_path / "c.json").exists()
+
+
+def test_what_is_wrong_is_told_before_anything_is_written(capsys, film, tmp_path):
+    out = tmp_path / "out"
+    assert_refused(capsys, "demo", "--steps", 0, "--out", out, told="--steps 0")
+    assert_refused(capsys, "demo", "--family", "ltx2.3", "--media", tmp_path / "none", "--out", out, told="There is no dataset")
+    assert_refused(capsys, "preprocess", film.parent, "--model-path", tmp_path / "none", told="Model file not found")
+    assert_refused(capsys, "plan", "job.yaml", "--ram", -1, told="--ram -1")
+    assert not out.exists() and [path.name for path in film.parent.iterdir()] == ["film.mp4"]
