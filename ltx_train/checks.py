@@ -30,6 +30,7 @@ from .preprocess import report_on
 from .run_setup import find_run
 from .trained_weights import newest_weights, other_family
 from .training.earlier import beside
+from .training.full import refuse_misfit
 from .training.parallel import single_device
 from .training.sharded import check_sharded
 from .training_data import check_family, check_prior, check_roles, check_sizes
@@ -186,10 +187,17 @@ def check_components(config: TrainConfig, checkpoint: Checkpoint) -> None:
         raise CheckpointError("checkpoint.tokenizer", "The T5 text encoder needs its tokenizer, and none was found.", "Set model.tokenizer_path to the folder with tokenizer.json or spiece.model.")
 
 
+def check_loss(config: TrainConfig, generated: Sequence[str]) -> None:
+    """Raise ConfigError where nothing counts of the streams that are left to generate."""
+    if said := config.flow_matching.nothing_counts(generated):
+        raise ConfigError("mode.no_loss", f"flow_matching: {said}", f"Only {' and '.join(generated)} is trained: the clips have no sound, or the model knows none.")
+
+
 def check_network(config: TrainConfig, checkpoint: Checkpoint, *, sound: bool = True) -> list[str]:
     """Every tensor the network needs is in the file, the adapter finds its modules, and a warm start fits. sound: some clip has any, or it is not known yet."""
     may_go = check_streams(config, checkpoint)
     streams = [s for s in config.training_strategy.streams().present if s == "video" or (checkpoint.family.audio and (sound or not may_go))]
+    check_loss(config, [s for s in config.training_strategy.streams().generated if s in streams])
     network = load_transformer(checkpoint, dtype=torch.bfloat16, device="meta", video="video" in streams, audio="audio" in streams)
     source = transformer_source(checkpoint, network)
     check_weights(network, source)
@@ -198,7 +206,9 @@ def check_network(config: TrainConfig, checkpoint: Checkpoint, *, sound: bool = 
     if config.model.load_checkpoint:
         path = newest_weights(Path(config.model.load_checkpoint).expanduser())
         lines += [f"starts from: {path.name}", *filter(None, [other_family(path, checkpoint)])]
-        if config.model.training_mode == "lora":
+        if config.model.training_mode == "full":
+            refuse_misfit(path, {name: tuple(p.shape) for name, p in network.named_parameters()})
+        else:
             check_warm_start(config, target_linears(network), path, streams)
     return lines
 
@@ -223,6 +233,8 @@ def check_memory(config: TrainConfig, *, stored: bool) -> None:
     section, lora, full = config.acceleration, config.lora, config.model.training_mode == "full"
     own_layers = lora is None or lora.kind in ("lora", "rslora")
     check_combination(section, frozen=not full, own_layers=own_layers, dropout=lora is not None and lora.dropout > 0)
+    if section.float8_products and ((sm := Facts.here(single_device(section.device)).sm) is None or sm < 89):
+        raise ConfigError("float8.card", "float8_products needs an NVIDIA card with compute capability 8.9 or later.", "Set float8_products: false; quantization fp8 itself works.")
     if full and config.distributed.num_processes > 1:
         dtype = section.compute_dtype(single_device(section.device))
         check_sharded(config.optimization.optimizer_type, dtype, quantization=section.quantization, stored_quantised=stored)

@@ -156,10 +156,8 @@ class TrainConfig(Job):
             raise ValueError("acceleration.quantization: a quantised base cannot be fully fine-tuned; remove it or train a LoRA")
         if self.acceleration.optimizer_in_ram == "on" and not self.optimization.rests_in_ram:
             raise ValueError("acceleration.optimizer_in_ram: on goes with optimizer_type adamw (without amsgrad); set it to off, or take a paged_ optimizer with off")
-        generated = self.training_strategy.streams().generated
-        if not any(getattr(self.flow_matching, f"{stream}_weight") for stream in generated):
-            names = " and ".join(f"{stream}_weight" for stream in generated)
-            raise ValueError(f"flow_matching: {names} 0: nothing that is generated counts in the loss, so nothing would be learned")
+        if said := self.flow_matching.nothing_counts(self.training_strategy.streams().generated):
+            raise ValueError(f"flow_matching: {said}")
         return self
 
     def identity(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -109,6 +110,15 @@ SAMPLERS: dict[str, type[Section]] = {s.mode: s for s in (UniformSampler, Shifte
 Sampler = UniformSampler | ShiftedLogitNormalSampler | LogitNormalSampler | FixedSampler
 
 
+def _only_levels(sampler: Sampler) -> tuple[float, ...]:
+    """The noise levels of a sampler that draws from a list or always the same; nan stands for any others."""
+    if isinstance(sampler, FixedSampler):
+        return sampler.values
+    if isinstance(sampler, UniformSampler) and sampler.min_value == sampler.max_value:
+        return (sampler.min_value,)
+    return (math.nan,)
+
+
 def _uniform(generator: torch.Generator) -> float:
     return float(torch.rand((), generator=generator, dtype=torch.float64))
 
@@ -176,7 +186,17 @@ class FlowMatchingSection(Section):
             raise ValueError("audio_timestep_sampling_params needs audio_timestep_sampling_mode")
         if self.balance_min > self.balance_max:
             raise ValueError(f"balance_min {self.balance_min} is above balance_max {self.balance_max}")
+        drawn = {level for modality in ("video", "audio") for level in _only_levels(self.sampler(modality))}
+        if self.weighting == "min_snr" and drawn and drawn <= {0.0, 1.0}:
+            raise ValueError(f"weighting min_snr counts nothing at the noise levels 0 and 1, and no others are drawn ({sorted(drawn)}): nothing would be learned")
         return self
+
+    def nothing_counts(self, generated: Iterable[str]) -> str | None:
+        """Why nothing is learned of the streams that are generated; None where something is."""
+        names = [f"{stream}_weight" for stream in generated]
+        if any(getattr(self, name) for name in names):
+            return None
+        return f"{' and '.join(names)} 0: nothing that is generated counts in the loss, so nothing would be learned"
 
     def sampler(self, modality: str) -> Sampler:
         """The sampler of a stream's noise levels."""

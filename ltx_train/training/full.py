@@ -67,18 +67,14 @@ class FullWeights(Trainable):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over saved weights, strictly."""
-        odd = sorted(set(self.masters) ^ set(state)) or [n for n, shape in self.shapes.items() if _shape(state, n) != shape]
-        if odd:
-            raise ConfigError("full.state_mismatch", f"The saved weights do not fit this model: {odd[0][-70:]}.", f"{len(odd)} tensors differ.")
+        _refuse(state, self.shapes)
         for name, master in self.masters.items():
             master.copy_(self._part(name, state))
         self.publish()
 
     def warm_start(self, path: Path) -> str:
         """See :class:`Trainable`: a model file, ours or the official trainer's. Raises CheckpointError for a damaged file, ConfigError when it does not fit."""
-        names = list(SafetensorsFile.open(path).spans)
-        prefix = next(p for p in PREFIXES if any(n.startswith(f"{p}transformer_blocks.") for n in names) or not p)
-        self.load_state_dict(_Renamed(LazyTensors(path), prefix, set(self.masters)))
+        self.load_state_dict(_transformer_of(path, self.shapes))
         return f"{len(self.masters)} tensors taken over"
 
     def _part(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
@@ -133,6 +129,24 @@ class FullWeights(Trainable):
         kept = {k: v for k, v in self.checkpoint.metadata.items() if k not in ("config", "_quantization_metadata")}
         sections = {k: v for k, v in self.checkpoint.config.items() if k in ("transformer", "scheduler")}
         return {**kept, "config": json.dumps(sections), "ltx_train.steps": str(step), "ltx_train.base": self.checkpoint.fingerprint_of("transformer")}
+
+
+def refuse_misfit(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ConfigError ``full.state_mismatch`` for a file whose transformer is not of these tensors (a LoRA, another model); its header is read alone."""
+    _refuse(_transformer_of(path, shapes), shapes)
+
+
+def _refuse(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    odd = sorted(set(shapes) ^ set(state)) or [n for n, shape in shapes.items() if _shape(state, n) != shape]
+    if odd:
+        raise ConfigError("full.state_mismatch", f"The saved weights do not fit this model: {odd[0][-70:]}.", f"{len(odd)} tensors differ. Full fine-tuning starts from a model file of this family.")
+
+
+def _transformer_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Renamed:
+    """The transformer's tensors in a model file, ours or the official trainer's, under the network's names."""
+    names = list(SafetensorsFile.open(path).spans)
+    prefix = next(p for p in PREFIXES if any(n.startswith(f"{p}transformer_blocks.") for n in names) or not p)
+    return _Renamed(LazyTensors(path), prefix, set(shapes))
 
 
 def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:

@@ -218,6 +218,8 @@ LATE = {
     "held out": ({"data": {"held_out_root": "nowhere"}}, "data.root", "nowhere"),
     "a quantised file": ({"lora": {"kind": "dora"}}, "lora.quantized_base", "kind dora needs a base that is not quantised; the model file is."),
     "a quantised file, full": ({"model": {"training_mode": "full"}}, "full.quantized", "quantised"),
+    "a LoRA, full": ({"model": {"training_mode": "full"}}, "full.state_mismatch", "do not fit this model"),
+    "8-bit products": ({"acceleration": {"quantization": "fp8", "float8_products": True}}, "float8.card", "float8_products needs an NVIDIA card"),
     "shards": ({"model": {"training_mode": "full"}, "optimization": {"optimizer_type": "adafactor"}, "distributed": {"num_processes": 2}}, "full.optimizer", "adafactor"),
 }
 
@@ -225,7 +227,7 @@ LATE = {
 @pytest.mark.parametrize("name", LATE)
 def test_what_would_fail_late_is_refused_by_a_check_and_before_the_model_is_loaded(home, tmp_path, monkeypatch, loha, name):
     sections, code, said = LATE[name]
-    model = {"load_checkpoint": str(loha)} if code in ("lora.rank", "lora.kind", "lora.no_common_module") else {}
+    model = {"load_checkpoint": str(loha)} if code in ("lora.rank", "lora.kind", "lora.no_common_module", "full.state_mismatch") else {}
     if name.startswith("a quantised file"):
         model["model_path"] = str(tmp_path / "fp8.safetensors")
         repacked(home.model("ltx2.3")["model"], tmp_path / "fp8.safetensors", "fp8", lambda key: key.endswith(".attn1.to_q.weight") and ".transformer_blocks." in key)
@@ -244,6 +246,10 @@ def test_a_check_knows_that_silent_clips_leave_the_sound_out(home, tmp_path):
     with pytest.raises(ConfigError) as caught:
         check_config(silent)
     assert caught.value.code == "lora.no_match"
+    unheard = home.config(tmp_path / "run", data={"preprocessed_data_root": str(home.cache("ltx2.3", home.silent))}, flow_matching={"video_weight": 0})
+    for look in (check_config, train):
+        with pytest.raises(ConfigError, match="the clips have no sound"):
+            look(unheard)
 
 
 def test_a_check_tells_of_packages_that_are_not_installed(home, tmp_path, monkeypatch):

@@ -57,6 +57,7 @@ FAULTS = {
     "infinite": (PLAIN.replace("steps: 10", "learning_rate: .inf"), "config.invalid", "optimization.learning_rate: Input should be a finite number", ""),
     "nan": (PLAIN.replace("alpha: 4", "alpha: .nan"), "config.invalid", "lora.alpha", ""),
     "no loss": (PLAIN + "flow_matching: {video_weight: 0}\n", "config.invalid", "video_weight 0: nothing that is generated counts", ""),
+    "no level counts": (PLAIN + "flow_matching: {weighting: min_snr, timestep_sampling_mode: fixed, timestep_sampling_params: {values: [0, 1]}}\n", "config.invalid", "weighting min_snr counts nothing at the noise levels 0 and 1", ""),
     "in RAM": (PLAIN.replace("steps: 10", "optimizer_type: adafactor") + "acceleration: {optimizer_in_ram: on}\n", "config.invalid", "optimizer_in_ram: on goes with optimizer_type adamw", ""),
     "in RAM, amsgrad": (PLAIN.replace("steps: 10", "optimizer_params: {amsgrad: true}") + "acceleration: {optimizer_in_ram: on}\n", "config.invalid", "(without amsgrad)", ""),
     "adafactor": (PLAIN.replace("steps: 10", "optimizer_type: adafactor, optimizer_params: {d: 0.5}"), "config.invalid", "the optimizer adafactor, d: Input should be greater than or equal to 1", ""),
