@@ -116,7 +116,10 @@ def _one(job: ReferenceJob, sample: Sample, target: Path, record: Record, done: 
     refused = next((f for f in sample.findings if f.refused), None)
     if sample.media is None or refused is not None:
         raise DataError(refused.code if refused else "row.no_media", refused.message if refused else "no media file")
-    key = digest([READER, file_fingerprint(sample.media), job.control.model_dump(mode="json"), job.crf])
+    try:
+        key = digest([READER, file_fingerprint(sample.media), job.control.model_dump(mode="json"), job.crf])
+    except OSError as error:  # a link to nothing, no permission: this clip's fault alone
+        raise MediaError("media.unreadable", f"{sample.media.name} cannot be read: {error.strerror or error}") from error
     if not job.override and record.get(target) == key and target.is_file():
         done.kept.append(sample.id)
         return

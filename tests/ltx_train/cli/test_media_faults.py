@@ -162,3 +162,11 @@ def test_what_is_wrong_is_told_before_anything_is_written(capsys, film, tmp_path
     assert_refused(capsys, "preprocess", film.parent, "--model-path", tmp_path / "none", told="Model file not found")
     assert_refused(capsys, "plan", "job.yaml", "--ram", -1, told="--ram -1")
     assert not out.exists() and [path.name for path in film.parent.iterdir()] == ["film.mp4"]
+
+
+def test_a_link_to_nothing_fails_alone(capsys, film, tmp_path):
+    (tmp_path / "a.mp4").symlink_to(tmp_path / "gone.mp4")
+    (tmp_path / "b.mp4").write_bytes(film.read_bytes())
+    assert main(["reference", str(tmp_path), "--type", "grey", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["made"] == ["b.mp4"] and "cannot be read" in told["failed"]["a.mp4"]
