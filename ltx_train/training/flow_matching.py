@@ -186,17 +186,18 @@ class FlowMatchingSection(Section):
             raise ValueError("audio_timestep_sampling_params needs audio_timestep_sampling_mode")
         if self.balance_min > self.balance_max:
             raise ValueError(f"balance_min {self.balance_min} is above balance_max {self.balance_max}")
-        drawn = {level for modality in ("video", "audio") for level in _only_levels(self.sampler(modality))}
-        if self.weighting == "min_snr" and drawn and drawn <= {0.0, 1.0}:
-            raise ValueError(f"weighting min_snr counts nothing at the noise levels 0 and 1, and no others are drawn ({sorted(drawn)}): nothing would be learned")
         return self
 
     def nothing_counts(self, generated: Iterable[str]) -> str | None:
         """Why nothing is learned of the streams that are generated; None where something is."""
-        names = [f"{stream}_weight" for stream in generated]
-        if any(getattr(self, name) for name in names):
-            return None
-        return f"{' and '.join(names)} 0: nothing that is generated counts in the loss, so nothing would be learned"
+        generated = list(generated)
+        weighed = [stream for stream in generated if getattr(self, f"{stream}_weight")]
+        if not weighed:
+            return f"{' and '.join(f'{stream}_weight' for stream in generated)} 0: nothing that is generated counts in the loss, so nothing would be learned"
+        drawn = {level for name in {*weighed, generated[0]} for level in _only_levels(self.sampler(name))}  # sound may share the video's level
+        if self.weighting == "min_snr" and drawn <= {0.0, 1.0}:
+            return "weighting min_snr counts nothing at the noise levels 0 and 1, and no others are drawn: nothing would be learned"
+        return None
 
     def sampler(self, modality: str) -> Sampler:
         """The sampler of a stream's noise levels."""

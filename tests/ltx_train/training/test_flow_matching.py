@@ -187,3 +187,12 @@ def test_section_reads_the_official_form():
 def test_refusals(fields):
     with pytest.raises(ValueError):
         FlowMatchingSection.model_validate(fields)
+
+
+def test_streams_of_which_nothing_counts_are_told():
+    fixed = lambda *levels: {"timestep_sampling_mode": "fixed", "timestep_sampling_params": {"values": levels}}  # noqa: E731
+    other = {"audio_timestep_sampling_mode": "fixed", "audio_timestep_sampling_params": {"values": [0.3]}}
+    ends = FlowMatchingSection(weighting="min_snr", **fixed(0, 1), **other)
+    assert "noise levels 0 and 1" in ends.nothing_counts(["video"]) and ends.nothing_counts(["video", "audio"]) is None and ends.nothing_counts(["audio"]) is None
+    assert FlowMatchingSection(weighting="min_snr", **fixed(0, 0.5)).nothing_counts(["video"]) is None and FlowMatchingSection(**fixed(1)).nothing_counts(["video"]) is None
+    assert "video_weight 0" in FlowMatchingSection(video_weight=0).nothing_counts(["video"]) and FlowMatchingSection(video_weight=0).nothing_counts(["video", "audio"]) is None
