@@ -96,7 +96,10 @@ def lora_numbers(section: LoraSection, work: Work) -> int:
     """Trained numbers of a LoRA on the blocks' layers."""
     layers = {f"transformer_blocks.0.{name}": (out, inputs) for name, out, inputs in block_layers(work.config, work.audio)}
     streams = ("video", "audio") if work.audio else ("video",)
-    chosen = select(layers, section.target_modules, section.exclude_modules, streams)
+    try:
+        chosen = select(layers, section.target_modules, section.exclude_modules, streams)
+    except ConfigError:  # targets outside of the blocks, which are few; what matches nothing at all is refused with the network at hand
+        return 0
     return work.config.num_layers * sum(section.rank_of(name) * sum(layers[name]) for name in chosen)
 
 

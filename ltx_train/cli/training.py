@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ..config import JOBS, SampleJob, TrainConfig
+from ..environment import shell_line
 from ..errors import ConfigError, RunError
 from ..launch import Outcome, attach
 from ..run_setup import OpenedRun, launch_job, open_other, open_training, parked
@@ -137,7 +138,8 @@ def part_done(run: RunDir, outcome: Outcome) -> int:
     if loras:
         screen.print(f"LoRA: {run.path / max(loras, key=lambda lora: lora.step).path}")
     screen.print(outcome.message)
-    screen.print(f"Go on: python -m ltx_train resume {run.path} --steps-this-run N" + (f"; end it: python -m ltx_train stop {run.path}" if outcome.parked else ""))
+    verb = lambda *words: shell_line(["python", "-m", "ltx_train", *words])  # noqa: E731
+    screen.print(f"Go on: {verb('resume', str(run.path), '--steps-this-run', 'N')}" + (f"; end it: {verb('stop', str(run.path))}" if outcome.parked else ""))
     return 0
 
 

@@ -51,6 +51,10 @@ def test_predictions_hold_on_what_was_measured(record):
     assert found.seconds == pytest.approx(record["step_s"], rel=0.15)
 
 
+def test_an_adapter_outside_of_the_blocks_alone_is_planned_too():
+    assert lora_numbers(LoraSection(target_modules=["patchify_proj"]), work()) == 0
+
+
 def test_there_is_something_to_compare_with():
     assert len(measured()) >= 5
 

@@ -302,10 +302,11 @@ class TestDisk:
 
     def test_the_file_goes_with_the_last_reference_while_a_block_is_read(self, tmp_path):
         """The reading thread knows the file alone: were it the last to let go of the blocks, it could not wait for its own end."""
-        blocks, uploaded = DiskBlocks(range(2), 4096, memory=HostMemory(pin=False), folder=tmp_path, ahead=1), threading.Event()
+        blocks, waits, uploaded = DiskBlocks(range(2), 4096, memory=HostMemory(pin=False), folder=tmp_path, ahead=1), threading.Event(), threading.Event()
         blocks.take(0)
-        blocks.sending(0, type("Upload", (), {"synchronize": lambda self: uploaded.wait(10)})())
+        blocks.sending(0, type("Upload", (), {"synchronize": lambda self: waits.set() or uploaded.wait(10)})())
         blocks.ask([1])  # is read once the upload from the buffer is over
+        assert waits.wait(10)
         threading.Timer(0.05, uploaded.set).start()
         del blocks
         assert uploaded.is_set() and list(tmp_path.iterdir()) == []
