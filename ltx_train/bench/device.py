@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..transfer import mark
+
 GIB = 1 << 30
 
 
@@ -28,9 +30,7 @@ def now(device: torch.device) -> float | torch.cuda.Event:
     """This moment in what the device has been given to do."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return mark(device)
 
 
 def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -26,6 +26,7 @@ from ..data.probe import probe
 from ..data.sources import Captions, FolderSource
 from ..errors import ConfigError, DataError
 from ..geometry import VideoFactors
+from ..memory.settings import DEVICES
 from ..section import Section
 from ..tiny.media import Coding, encode
 from ..training.parallel import single_device
@@ -46,7 +47,7 @@ class PreprocessBench(Section):
     video_vae_path: str | None = Field(None, description="The video VAE file of a split pack.")
     full_size_vae: str | None = Field(None, description="Encode with a video VAE of this family's full size in random weights; no model file is needed.")
     encode_seconds: float | None = Field(None, gt=0, description="Play an encoder of this speed instead, which leaves the processor free as a GPU does.")
-    device: str = Field("auto", description="Where the encoder runs.", pattern=r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$")
+    device: str = Field("auto", description="Where the encoder runs.", pattern=DEVICES)
     official: bool = Field(True, description="Measure the official scripts' way too.")
 
     def check(self) -> None:

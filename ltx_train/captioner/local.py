@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import ConfigError, MissingPackage, is_out_of_memory
+from ..memory.settings import DEVICES
 from ..section import Section
 from ..training.parallel import single_device
 from .answers import AUDIO_INSTRUCTION, IMAGE_INSTRUCTION, VIDEO_INSTRUCTION, parse_caption
@@ -26,7 +27,7 @@ class LocalCaptioner(Section):
 
     kind: Literal["local"] = "local"
     model_path: str = Field(description="A Hugging Face folder of a Qwen2.5-Omni model (its thinker is what is loaded).")
-    device: str = Field("auto", description="auto takes the GPU where there is one.", pattern=r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$")
+    device: str = Field("auto", description="auto takes the GPU where there is one.", pattern=DEVICES)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="auto: bfloat16 on a GPU, float32 on the CPU.")
     max_tokens: int = Field(1024, ge=16, le=32768, description="Longest answer.")
     sound: bool = Field(True, description="Let it hear the sound.")

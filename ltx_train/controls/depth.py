@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import ConfigError, MissingPackage, is_out_of_memory
+from ..memory.settings import DEVICES
 from ..section import Section
 from ..training.parallel import single_device
 
@@ -27,7 +28,7 @@ class DepthControl(Section):
 
     kind: Literal["depth"] = "depth"
     model_path: str = Field(description="A Hugging Face folder of a depth-estimation model.")
-    device: str = Field("auto", description="auto takes the GPU where there is one.", pattern=r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$")
+    device: str = Field("auto", description="auto takes the GPU where there is one.", pattern=DEVICES)
     trim: float = Field(0.5, ge=0, le=20, description="Percent of the darkest and brightest depths of a clip that are cut off before scaling.")
 
     @cached_property

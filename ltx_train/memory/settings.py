@@ -13,6 +13,8 @@ from .capability import Facts, compile_capability, precision_capability
 
 QUANTIZATIONS = ("int8-quanto", "int4-quanto", "int2-quanto", "fp8-quanto", "fp8uz-quanto", "int8", "fp8", "nf4")
 """The official names, then ours; the classes are in memory/quantization.py, which a node must not import."""
+DEVICES = r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$"
+"""What any section's ``device`` may be."""
 
 Choice = Literal["auto", "on", "off"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32, None: torch.float32}
@@ -27,7 +29,7 @@ class AccelerationSection(Section):
     )
     load_text_encoder_in_8bit: bool = Field(False, description="Load the text encoder in 8 bits (bitsandbytes).")
     offload_optimizer_during_validation: bool = Field(False, description="Keep the optimizer's state in RAM while samples are made.")
-    device: str = Field("auto", description="Device to train on: auto, cuda, cuda:1, mps, cpu.", pattern=r"^(auto|cpu|mps|xpu(:\d+)?|cuda(:\d+)?)$")
+    device: str = Field("auto", description="Device to train on: auto, cuda, cuda:1, mps, cpu.", pattern=DEVICES)
     keep_stored_quantization: bool = Field(True, description="Train on an fp8 or int8 checkpoint as it is, instead of expanding it.")
     activation_checkpointing: Choice = Field("auto", description="Compute block activations again in the backward pass; auto: as enable_gradient_checkpointing says, or if memory asks for it.")
     keep_activations_of: int = Field(0, ge=0, description="With activation checkpointing: blocks at the end whose activations are kept, for speed.")
